@@ -1,0 +1,87 @@
+"""Hydra overrides with which verl 0.9.1's own entry points run on a machine without an accelerator.
+
+One list for the quickstart, the end-to-end tests and the CPU benchmarks, so that they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
+MAIN_PPO = "verl.trainer.main_ppo"
+
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "HYDRA_FULL_ERROR": "1",
+    "PYTHONUNBUFFERED": "1",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+_FP32 = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
+_VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+_CPU = [
+    "trainer.device=cpu", "trainer.nnodes=1", "trainer.n_gpus_per_node=1",
+    "actor_rollout_ref.model.use_remove_padding=False",  # needs flash attention
+    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "actor_rollout_ref.actor.strategy=fsdp2",  # FSDP1 wants the module on a GPU
+    "actor_rollout_ref.actor.use_torch_compile=False", "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+    f"+{_FP32}.param_dtype=fp32", f"+{_FP32}.reduce_dtype=fp32", f"+{_FP32}.buffer_dtype=fp32",
+    "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=async",
+    "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.enforce_eager=True",
+    "actor_rollout_ref.rollout.free_cache_engine=False", "+actor_rollout_ref.rollout.enable_sleep_mode=False",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    f"+{_VLLM}.distributed_executor_backend=uni", f"+{_VLLM}.kv_cache_memory_bytes=67108864",
+    "actor_rollout_ref.rollout.agent.num_workers=1", "reward.num_workers=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16",
+    "ray_kwargs.ray_init.num_cpus=64",  # logical: verl's actors ask for ten each
+    "+ray_kwargs.ray_init.include_dashboard=False", "+ray_kwargs.ray_init.object_store_memory=200000000",
+]
+
+
+def fully_async(model: str, train_file: str, val_file: str, reward_file: str, run_dir: str, *,
+                prompt_length: int = 64, response_length: int = 512, group_size: int = 8, mini_batch: int = 8,
+                rollout_steps: int = 1_000_000, staleness: float = 0.5, sync_every: int = 1, concurrent: int = 8,
+                learning_rate: float = 1e-3, max_num_seqs: int = 64) -> list[str]:
+    """Overrides of verl's fully-async GRPO: one trainer, one rollout replica.
+
+    Lengths are tokens, `mini_batch`, `concurrent` and `rollout_steps` are prompts (groups of `group_size` responses).
+    """
+    rollout = "actor_rollout_ref.rollout"
+    return [
+        *_CPU,
+        "actor_rollout_ref.hybrid_engine=False", "+ray_kwargs.ray_init.num_gpus=2",
+        f"{rollout}.checkpoint_engine.backend=cpu_zmq",
+        "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=False", "actor_rollout_ref.actor.use_kl_loss=False",
+        f"data.train_files={train_file}", f"data.val_files={val_file}",
+        f"data.max_prompt_length={prompt_length}", f"data.max_response_length={response_length}",
+        "data.dataloader_num_workers=0", "data.train_batch_size=0", "data.gen_batch_size=1",
+        f"actor_rollout_ref.model.path={model}", f"reward.custom_reward_function.path={reward_file}",
+        f"actor_rollout_ref.actor.optim.lr={learning_rate}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=16",
+        f"{rollout}.max_model_len={prompt_length + response_length}", f"{rollout}.max_num_batched_tokens=1024",
+        f"{rollout}.max_num_seqs={max_num_seqs}", f"{rollout}.calculate_log_probs=True", f"{rollout}.n={group_size}",
+        "rollout.nnodes=1", "rollout.n_gpus_per_node=1", f"rollout.n={group_size}",
+        f"rollout.total_rollout_steps={rollout_steps}",
+        f"async_training.staleness_threshold={staleness}", f"async_training.trigger_parameter_sync_step={sync_every}",
+        "async_training.require_batches=1", "async_training.partial_rollout=True",
+        f"async_training.concurrent_samples_per_replica={concurrent}",
+        "trainer.total_epochs=1000", "trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1",
+        "trainer.resume_mode=disable", f"trainer.default_local_dir={run_dir}", 'trainer.logger=["console"]',
+    ]
+
+
+def command(main: str, overrides: list[str]) -> list[str]:
+    """Command line that runs a verl main under the overlay."""
+    return [sys.executable, "-m", "esgrpo", "run", "--", sys.executable, "-m", main, *overrides]
+
+
+def environment(overlay: str) -> dict[str, str]:
+    """The environment of such a command; `overlay` is the directory that holds the package."""
+    paths = [overlay] + [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,5 @@
+import sys
+
+from esgrpo.cli import main
+
+sys.exit(main())

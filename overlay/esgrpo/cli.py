@@ -1,0 +1,115 @@
+"""Command line: esgrpo run | status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from esgrpo.errors import EsgrpoError
+
+OVERLAY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def run(arguments) -> int:
+    """Set the environment and become CMD."""
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        raise EsgrpoError("run", "no command", "esgrpo run -- CMD ...", "nothing was started", "add the command")
+    from esgrpo import engine
+
+    unknown = engine.disabled_slugs() - set(engine.load_hooks()) - {"*"}
+    if unknown:
+        raise EsgrpoError("ESGRPO_DISABLE", ",".join(sorted(unknown)), "slugs that `esgrpo status` lists",
+                          "nothing was started", "correct the name")
+    paths = [OVERLAY] + [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != OVERLAY]
+    environment = dict(os.environ, ESGRPO_ENABLE="1", ESGRPO_PREFIX=sys.prefix, PYTHONPATH=os.pathsep.join(paths))
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        raise EsgrpoError("run", f"{command[0]}: {error.strerror}", "an executable on PATH", "nothing was started",
+                          "check the command") from None
+
+
+def _static_states() -> list[dict]:
+    """What would happen here, from the sources on disk; imports no upstream."""
+    from esgrpo import engine
+
+    rows = []
+    for record in engine.load_hooks().values():
+        hook = record.hook
+        state, detail, found = engine.check(hook)
+        if state is engine.State.PENDING:
+            detail = detail or "applies when its target is imported"
+        rows.append({"slug": hook.slug, "state": state.value, "upstream": hook.upstream,
+                     "version": engine.upstream_version(hook.upstream) or "", "target": hook.target, "found": found,
+                     "reason": detail, "process": list(hook.process), "why": hook.why, "remove_when": hook.remove_when})
+    return rows
+
+
+def _print_table(rows: list[list[str]]) -> None:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    for row in rows:
+        print("  ".join([cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + [row[-1]]).rstrip())
+
+
+def _run_states(directory: str) -> list[dict]:
+    path = os.path.join(directory, "esgrpo", "hooks.json")
+    path = path if os.path.exists(path) else os.path.join(directory, "hooks.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise EsgrpoError("status", f"{path}: {error}", "hooks.json of a run with the overlay", "nothing to show",
+                          "give the run directory (trainer.default_local_dir)") from None
+
+
+def status(arguments) -> int:
+    if arguments.run_dir is None:
+        rows = _static_states()
+        if arguments.json:
+            print(json.dumps(rows, indent=2))
+        else:
+            _print_table([["HOOK", "STATE", "UPSTREAM", "REASON"]]
+                         + [[r["slug"], r["state"], f"{r['upstream']} {r['version']}".strip(), r["reason"]]
+                            for r in rows])
+        return 0
+    reports = _run_states(arguments.run_dir)
+    if arguments.json:
+        print(json.dumps(reports, indent=2))
+    else:
+        _print_table([["PROCESS", "HOST", "PID", "HOOK", "STATE", "REASON"]]
+                     + [[r["process"], r["host"], str(r["pid"]), h["slug"], h["state"], h["detail"]]
+                        for r in reports for h in r["hooks"]])
+    from esgrpo import engine
+
+    return 1 if any(engine.not_in_place(r["hooks"]) for r in reports) else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="esgrpo", description="ES-GRPO overlay for verl + vLLM")
+    commands = top.add_subparsers(dest="name", required=True)
+    sub = commands.add_parser("run", help="run a command with the overlay: esgrpo run -- CMD ...")
+    sub.add_argument("command", nargs=argparse.REMAINDER)
+    sub.set_defaults(function=run)
+    sub = commands.add_parser("status", help="states of all hooks, here or in a finished run")
+    sub.add_argument("run_dir", nargs="?", help="run directory (trainer.default_local_dir)")
+    sub.add_argument("--json", action="store_true")
+    sub.set_defaults(function=status)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        return arguments.function(arguments)
+    except EsgrpoError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Hook engine: which hooks exist, in which state each is in this process, and why.
+
+A hook file declares a `HOOK` and either `build(original) -> replacement` (kinds wrap and replace) or
+`apply(module)` with `installed(module) -> bool` (kind add). Importing a hook file has no side effects. The engine
+decides whether a hook may act: its fingerprint must be one that was tested, the version only chooses which one to
+expect. After applying, it reads back and says what it found; it never reports success unconditionally.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from esgrpo import fingerprint
+from esgrpo.errors import HookError
+
+MARKER = "__esgrpo__"
+
+
+class State(str, enum.Enum):
+    PENDING = "PENDING"  # the target module has not been imported yet
+    APPLIED = "APPLIED"
+    NOT_NEEDED = "NOT_NEEDED"  # the feature is off, or this kind of process never uses it
+    DISABLED = "DISABLED"  # named in ESGRPO_DISABLE
+    ABSENT = "ABSENT"  # the upstream is not installed
+    INCOMPATIBLE = "INCOMPATIBLE"  # untested release, untested source
+    DRIFTED = "DRIFTED"  # tested release, but its source is not the tested one
+    LATE = "LATE"  # the target was imported before the overlay
+    FAILED = "FAILED"  # applying or reading back failed
+
+
+FINE = frozenset({State.APPLIED, State.NOT_NEEDED, State.ABSENT})
+ACCEPTED = FINE | {State.DISABLED}  # what the user switched off by name does not stop a run, but is always shown
+
+
+@dataclass(frozen=True)
+class Release:
+    """Tested releases of one upstream: PEP 508 specifier and the joint fingerprint of the targets per version."""
+
+    upstream: str
+    spec: str
+    fingerprints: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """Declaration of one behaviour. `target` and `relies_on` are "module:qualname"; all are fingerprinted."""
+
+    slug: str
+    target: str
+    process: tuple[str, ...]
+    kind: str  # wrap | replace | add
+    why: str
+    releases: tuple[Release, ...]
+    remove_when: str
+    features: tuple[str, ...] = ()  # needed when one of these is on; empty: always
+    relies_on: tuple[str, ...] = ()
+    rebinds: tuple[str, ...] = ()  # "module:name" aliases that `from x import f` made before we came
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def upstream(self) -> str:
+        root = self.module.partition(".")[0]
+        return self.releases[0].upstream if self.releases else "python" if root in sys.stdlib_module_names else root
+
+
+@dataclass
+class Record:
+    hook: Hook
+    code: object  # the hook file's module
+    state: State = State.PENDING
+    detail: str = "target not imported"
+    found: str = ""
+    revert: list = field(default_factory=list)  # undo actions, last first
+
+
+_records: dict[str, Record] = {}
+_booted = False
+
+
+def enabled() -> bool:
+    return os.environ.get("ESGRPO_ENABLE") == "1"
+
+
+def strict() -> bool:
+    return os.environ.get("ESGRPO_STRICT", "1") != "0"
+
+
+def disabled_slugs() -> frozenset[str]:
+    return frozenset(s.strip() for s in os.environ.get("ESGRPO_DISABLE", "").split(",") if s.strip())
+
+
+def active_features() -> frozenset[str]:
+    """Features of this run. The driver derives them from the config and hands them on in ESGRPO_FEATURES."""
+    features = {f for f in os.environ.get("ESGRPO_FEATURES", "").split(",") if f}
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+        features.add("cpu")
+    return frozenset(features)
+
+
+def upstream_version(upstream: str) -> str | None:
+    """Version from dist metadata or from a source checkout's version file; None when not installed."""
+    for name in (upstream, f"{upstream}-cpu"):
+        try:
+            return metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    init = fingerprint.source_file(upstream)
+    if init is None:
+        return None
+    version_file = os.path.join(os.path.dirname(init), "version", "version")
+    if os.path.exists(version_file):
+        with open(version_file, encoding="utf-8") as file:
+            return file.read().strip()
+    return "unknown"
+
+
+def load_hooks() -> dict[str, Record]:
+    """Import every hook file (no upstream is imported) and return the registry."""
+    if not _records:
+        from esgrpo.hooks import HOOK_FILES
+
+        for name in HOOK_FILES:
+            code = importlib.import_module(f"esgrpo.hooks.{name}")
+            if code.HOOK.slug in _records:
+                raise HookError(code.HOOK.slug, "declared twice", "one hook a slug", "nothing is loaded", "rename one")
+            _records[code.HOOK.slug] = Record(code.HOOK, code)
+    return _records
+
+
+def boot() -> None:
+    """Register the import hooks of this process; idempotent."""
+    global _booted
+    if _booted:
+        return
+    _booted = True
+    import wrapt
+
+    for record in load_hooks().values():
+        already = record.hook.module in sys.modules and record.hook.upstream != "python"
+        if already:
+            record.state, record.detail = State.LATE, "the target was imported before the overlay"
+            continue
+        wrapt.register_post_import_hook(lambda _module, r=record: _activate(r), record.hook.module)
+
+
+def refresh() -> None:
+    """Look again at hooks whose target is loaded: called when the features become known, and by v1 mains."""
+    for record in load_hooks().values():
+        if record.state in (State.PENDING, State.NOT_NEEDED) and _module_of(record.hook.module) is not None:
+            _activate(record)
+
+
+def _module_of(name: str):
+    """The loaded module, also when it runs as `python -m name` and is therefore called __main__."""
+    if name in sys.modules:
+        return sys.modules[name]
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    return main if spec is not None and spec.name == name else None
+
+
+def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]:
+    """May this hook act here? Returns (state, detail, found fingerprint); PENDING means yes."""
+    slugs = disabled_slugs()
+    if hook.slug in slugs or "*" in slugs:
+        return State.DISABLED, "ESGRPO_DISABLE", ""
+    if hook.features and not active_features().intersection(hook.features):
+        return State.NOT_NEEDED, f"feature {'|'.join(hook.features)} is off", ""
+    if not hook.releases:
+        return State.PENDING, "", ""
+    release = hook.releases[0]
+    version = upstream_version(release.upstream)
+    if version is None:
+        return State.ABSENT, f"{release.upstream} is not installed", ""
+    found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), search)
+    known = {v: f for r in hook.releases for v, f in r.fingerprints.items()}
+    if found is not None and found in known.values():
+        return State.PENDING, f"{release.upstream} {version}", found
+    what = f"{missing} is missing" if found is None else f"fingerprint {found}"
+    if version in known:
+        return State.DRIFTED, f"{release.upstream} {version}: {what}, expected {known[version]}", found or ""
+    return State.INCOMPATIBLE, f"{release.upstream} {version}: {what}, tested {', '.join(known)}", found or ""
+
+
+def _activate(record: Record) -> None:
+    """Apply one hook now that its target is loaded. Never raises: an import of upstream must not fail silently."""
+    if record.state not in (State.PENDING, State.NOT_NEEDED):
+        return
+    try:
+        record.state, record.detail, record.found = check(record.hook)
+        if record.state is State.PENDING:
+            _apply(record)
+    except Exception as error:
+        record.state, record.detail = State.FAILED, f"{type(error).__name__}: {error}"
+    if record.state not in FINE:
+        print(boot_line([record]), file=sys.stderr, flush=True)
+
+
+def _apply(record: Record) -> None:
+    hook, code = record.hook, record.code
+    module = _module_of(hook.module)
+    if hook.kind == "add":
+        code.apply(module)
+        good = code.installed(module)
+    else:
+        owner, name, original = resolve(module, hook.target.partition(":")[2])
+        replacement = code.build(original)
+        setattr(replacement, MARKER, hook.slug)
+        own = name in vars(owner)
+        setattr(owner, name, replacement)
+        record.revert.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
+        for alias in hook.rebinds:
+            _rebind(alias, original, replacement, record)
+        good = carries(inspect.getattr_static(owner, name), hook.slug)
+    if not good:
+        raise HookError(hook.slug, "read-back found the original", "our replacement", "not applied", "report this")
+    record.state = State.APPLIED
+
+
+def _rebind(alias: str, original, replacement, record: Record) -> None:
+    module = sys.modules.get(alias.partition(":")[0])
+    name = alias.partition(":")[2]
+    if module is not None and getattr(module, name, None) is original:
+        setattr(module, name, replacement)
+        record.revert.append(lambda: setattr(module, name, original))
+
+
+def revert(slug: str) -> None:
+    """Undo a wrap or replace in this process (tests; a run never reverts)."""
+    record = _records[slug]
+    while record.revert:
+        record.revert.pop()()
+    record.state, record.detail = State.PENDING, "reverted"
+
+
+def resolve(module, qualname: str):
+    """(owner, name, original) of a target. An ActorClass is not a class: its modified_class is what Ray ships."""
+    owner = module
+    *path, name = qualname.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+        ray_metadata = getattr(owner, "__ray_metadata__", None)
+        owner = owner if ray_metadata is None else ray_metadata.modified_class
+    return owner, name, getattr(owner, name)
+
+
+def carries(function, slug: str) -> bool:
+    """True when `function`, or something it wraps, is the replacement of hook `slug`."""
+    function = getattr(function, "__func__", function)
+    while function is not None:
+        if getattr(function, MARKER, None) == slug:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def states(process: str, instance=None) -> list[dict]:
+    """The states of all hooks as seen by a process of the given kind.
+
+    `instance` is the actor in this process: classes that Ray ships by value carry their hooks in their methods,
+    while the module that the hook names may never be imported here.
+    """
+    rows = []
+    for record in load_hooks().values():
+        hook, state, detail = record.hook, record.state, record.detail
+        if state in (State.PENDING, State.NOT_NEEDED) and hook.kind != "add" and instance is not None:
+            *owners, name = hook.target.partition(":")[2].split(".")
+            method = inspect.getattr_static(type(instance), name, None)
+            if owners and carries(method, hook.slug):
+                state, detail = State.APPLIED, "arrived with the actor class"
+        if state is State.PENDING:
+            state, detail, _ = check(hook)
+            detail = detail if state is not State.PENDING else f"{hook.module} is not imported here"
+        if state is State.PENDING and process not in hook.process:
+            state, detail = State.NOT_NEEDED, f"not used in a {process}"
+        rows.append({"slug": hook.slug, "state": state.value, "detail": detail, "target": hook.target,
+                     "upstream": hook.upstream, "version": upstream_version(hook.upstream) or "", "found": record.found,
+                     "needed": process in hook.process})
+    return rows
+
+
+def report(process: str, instance=None) -> dict:
+    """What a process tells the driver about itself."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "process": process, "overlay": os.path.dirname(__file__),
+            "strict": strict(), "disabled": sorted(disabled_slugs()), "features": sorted(active_features()),
+            "hooks": states(process, instance)}
+
+
+def not_in_place(rows: list[dict]) -> list[dict]:
+    """Rows of hooks that this process needs and does not have."""
+    return [row for row in rows if row["needed"] and State(row["state"]) not in ACCEPTED]
+
+
+def boot_line(records: list[Record] | None = None) -> str:
+    """One line per process with all that is not trivially fine."""
+    records = list(load_hooks().values()) if records is None else records
+    odd = [f"{r.hook.slug} {r.state.value} ({r.detail})" for r in records if r.state not in FINE]
+    flags = "".join([" ESGRPO_STRICT=0" if not strict() else "",
+                     f" ESGRPO_DISABLE={','.join(sorted(disabled_slugs()))}" if disabled_slugs() else ""])
+    applied = sum(r.state is State.APPLIED for r in records)
+    return f"esgrpo[{os.getpid()}]: {applied} applied; " + ("; ".join(odd) or "nothing odd") + flags

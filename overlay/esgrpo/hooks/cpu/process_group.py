@@ -1,0 +1,33 @@
+"""verl builds the backend string "cpu:gloo,cpu:gloo" when the device itself is the CPU; torch wants "gloo"."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="cpu-process-group",
+    target="torch.distributed.distributed_c10d:init_process_group",
+    process=("actor-worker", "rollout-worker"),
+    kind="wrap",
+    why="ValueError: Duplicate device type cpu in backend string; verl composes it in code, without a config key",
+    releases=(),
+    remove_when="verl composes the backend string per distinct device",
+    features=("cpu",),
+    rebinds=("torch.distributed:init_process_group",),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def init_process_group(*args, **kwargs):
+        import inspect
+
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        backend = bound.arguments.get("backend")
+        if isinstance(backend, str) and "," in backend and len(set(backend.split(","))) == 1:
+            bound.arguments["backend"] = backend.split(",")[0].partition(":")[2]
+        return original(*bound.args, **bound.kwargs)
+
+    return init_process_group

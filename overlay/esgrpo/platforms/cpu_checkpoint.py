@@ -1,0 +1,86 @@
+"""Checkpoint engine "cpu_zmq": actor rank 0 pushes named tensors, bucket by bucket, to every rollout worker.
+
+Wire format per bucket: one JSON frame {"tensors": [[name, dtype, shape], ...], "last": bool}, then one raw frame per
+tensor. Weights therefore arrive bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import torch
+
+
+def register(base) -> None:
+    """Register the engine; `base` is verl.checkpoint_engine.base."""
+    import ray
+    import zmq
+
+    class CpuZmqCheckpointEngine(base.CheckpointEngine):
+        def __init__(self, bucket_size: int, is_master: bool = False, **_unused):
+            self.bucket_size = bucket_size  # bytes
+            self.is_master = is_master
+            self.context = zmq.Context.instance()
+            self.pull, self.address, self.push, self.rank = None, None, [], None
+
+        def prepare(self):
+            if self.pull is None:  # the same socket serves every sync
+                self.pull = self.context.socket(zmq.PULL)
+                ip = ray.util.get_node_ip_address().strip("[]")
+                self.address = f"tcp://{ip}:{self.pull.bind_to_random_port(f'tcp://{ip}')}"
+            return {"address": self.address}
+
+        @classmethod
+        def build_topology(cls, actor_world_size, rollout_world_size, metadata):
+            peers = [entry["address"] for entry in metadata[actor_world_size:]]
+            actors = {"rank": [0] + [-1] * (actor_world_size - 1), "peers": [peers] * actor_world_size}
+            rollouts = {"rank": list(range(1, rollout_world_size + 1)), "peers": [[]] * rollout_world_size}
+            return actors, rollouts
+
+        def init_process_group(self, rank, peers):
+            self.rank = rank
+            for peer in peers if rank == 0 else []:
+                socket = self.context.socket(zmq.PUSH)
+                socket.setsockopt(zmq.LINGER, -1)
+                socket.connect(peer)
+                self.push.append(socket)
+
+        def finalize(self):
+            for socket in self.push:
+                socket.close()
+            self.push = []
+
+        def _send(self, bucket, last: bool) -> None:
+            header = {"tensors": [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in bucket],
+                      "last": last}
+            frames = [json.dumps(header).encode()]
+            frames += [t.reshape(-1).view(torch.uint8).numpy().tobytes() for _, t in bucket]
+            for socket in self.push:
+                socket.send_multipart(frames)
+
+        @torch.no_grad()
+        async def send_weights(self, weights, global_steps=None):
+            bucket, size = [], 0
+            for name, tensor in weights:
+                if self.rank != 0:
+                    continue  # the generator all-gathers: every rank has to consume it
+                bucket.append((name, tensor.detach().contiguous()))
+                size += tensor.nbytes
+                if size >= self.bucket_size:
+                    self._send(bucket, last=False)
+                    bucket, size = [], 0
+            if self.rank == 0:
+                self._send(bucket, last=True)
+
+        async def receive_weights(self, global_steps=None):
+            last = False
+            while not last:
+                header, *frames = await asyncio.to_thread(self.pull.recv_multipart)
+                header = json.loads(header)
+                for (name, dtype, shape), frame in zip(header["tensors"], frames, strict=True):
+                    flat = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+                    yield name, flat.view(getattr(torch, dtype)).view(shape)
+                last = header["last"]
+
+    base.CheckpointEngineRegistry.register("cpu_zmq")(CpuZmqCheckpointEngine)
