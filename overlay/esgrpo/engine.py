@@ -177,7 +177,8 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
     if hook.features and not active_features().intersection(hook.features):
         return State.NOT_NEEDED, f"feature {'|'.join(hook.features)} is off", ""
     if not hook.releases:
-        return State.PENDING, "", ""
+        absent = hook.upstream != "python" and upstream_version(hook.upstream) is None
+        return (State.ABSENT, f"{hook.upstream} is not installed", "") if absent else (State.PENDING, "", "")
     release = hook.releases[0]
     version = upstream_version(release.upstream)
     if version is None:
@@ -304,8 +305,9 @@ def not_in_place(rows: list[dict]) -> list[dict]:
 def boot_line(records: list[Record] | None = None) -> str:
     """One line per process with all that is not trivially fine."""
     records = list(load_hooks().values()) if records is None else records
-    odd = [f"{r.hook.slug} {r.state.value} ({r.detail})" for r in records if r.state not in FINE]
+    odd = [f"{r.hook.slug} {r.state.value} ({r.detail})" for r in records if r.state not in FINE | {State.PENDING}]
     flags = "".join([" ESGRPO_STRICT=0" if not strict() else "",
                      f" ESGRPO_DISABLE={','.join(sorted(disabled_slugs()))}" if disabled_slugs() else ""])
-    applied = sum(r.state is State.APPLIED for r in records)
-    return f"esgrpo[{os.getpid()}]: {applied} applied; " + ("; ".join(odd) or "nothing odd") + flags
+    applied, pending = (sum(r.state is state for r in records) for state in (State.APPLIED, State.PENDING))
+    return (f"esgrpo[{os.getpid()}]: {applied} applied, {pending} wait for their target; "
+            + ("; ".join(odd) or "nothing odd") + flags)

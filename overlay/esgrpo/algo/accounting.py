@@ -1,0 +1,120 @@
+"""Where the time of a replica and the tokens of a run went. Pure; the clock is injected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+TIMELINE_PERIOD_S = 0.25  # the occupancy curve keeps one point per period, enough for a plot
+
+
+@dataclass
+class Window:
+    """Occupancy between two weight versions. Request-seconds; used + sync + idle + tail == capacity * seconds."""
+
+    start: float
+    seconds: float = 0.0
+    capacity: int = 0
+    used: float = 0.0
+    sync: float = 0.0  # paused for a weight sync
+    idle: float = 0.0  # nothing to run: the rollouter is paused or starved
+    tail: float = 0.0  # fewer requests than capacity, and nobody waiting
+    steps: int = 0
+    tokens: int = 0
+    timeline: list[tuple[float, int]] = field(default_factory=list)  # (time, running requests)
+
+
+class Occupancy:
+    """Integrates min(running, capacity) over time, with the cause of what is missing."""
+
+    def __init__(self, capacity: int, clock: Callable[[], float]):
+        self.capacity = capacity
+        self._clock = clock
+        self._running, self._waiting, self._paused = 0, 0, False
+        self._last = clock()
+        self.window = Window(self._last, capacity=capacity)
+
+    def _integrate(self) -> float:
+        now = self._clock()
+        span, self._last = now - self._last, now
+        window, capacity = self.window, self.capacity
+        window.seconds += span
+        used = min(self._running, capacity)
+        if self._waiting and self._running:
+            used = capacity  # requests wait for memory, not the other way round: the replica is full
+        if self._paused:
+            used = 0
+        window.used += used * span
+        missing = (capacity - used) * span
+        if self._paused:
+            window.sync += missing
+        elif self._running == 0:
+            window.idle += missing
+        else:
+            window.tail += missing
+        return now
+
+    def observe(self, running: int, waiting: int) -> None:
+        """From now on `running` requests decode and `waiting` ones queue."""
+        now = self._integrate()
+        timeline = self.window.timeline
+        if running != self._running and (not timeline or now - timeline[-1][0] >= TIMELINE_PERIOD_S or running == 0):
+            timeline.append((now, running))
+        self._running, self._waiting = running, waiting
+
+    def pause(self, paused: bool) -> None:
+        self._integrate()
+        self._paused = paused
+
+    def close(self) -> Window:
+        """End the window and start the next one."""
+        now = self._integrate()
+        window, self.window = self.window, Window(now, capacity=self.capacity)
+        return window
+
+
+def bubble(windows: Iterable[dict], rollouter_paused_s: float = 0.0) -> dict[str, float]:
+    """Bubble rate of a set of windows and its causes, which sum to it.
+
+    `rollouter_paused_s`: seconds in which the rollouter held back prompts (staleness limit); that much of the idle
+    time is "paused", the rest is "starved".
+    """
+    windows = list(windows)
+    total = sum(w["capacity"] * w["seconds"] for w in windows)
+    if total <= 0:
+        return {"bubble_rate": 0.0, "paused": 0.0, "starved": 0.0, "tail": 0.0, "sync": 0.0}
+    idle = sum(w["idle"] for w in windows)
+    capacity = sum(w["capacity"] for w in windows)
+    paused = min(idle, rollouter_paused_s * capacity)
+    causes = {"paused": paused, "starved": idle - paused, "tail": sum(w["tail"] for w in windows),
+              "sync": sum(w["sync"] for w in windows)}
+    rates = {cause: value / total for cause, value in causes.items()}
+    return {"bubble_rate": sum(rates.values()), **rates}
+
+
+def token_balance(rows: Iterable[dict]) -> dict[str, int]:
+    """Tokens of finished responses by fate: spent = trained + the wastes, exactly.
+
+    A row has `tokens` (decoded), `reprefill` (response tokens computed again after an interruption), `pruned`,
+    `trained` (entered an update) and `gradient` (non-zero advantage).
+    """
+    balance = {"trained": 0, "pruned": 0, "zero_variance": 0, "stale": 0, "reprefill": 0}
+    for row in rows:
+        balance["reprefill"] += row["reprefill"]
+        if row["pruned"]:
+            balance["pruned"] += row["tokens"]
+        elif not row["trained"]:
+            balance["stale"] += row["tokens"]
+        else:
+            balance["trained" if row["gradient"] else "zero_variance"] += row["tokens"]
+    balance["spent"] = sum(balance.values())
+    return balance
+
+
+def quantile(values: Iterable[float], q: float) -> float:
+    """Linearly interpolated quantile (numpy's default method) of at least one value, 0 <= q <= 1."""
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

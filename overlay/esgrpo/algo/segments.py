@@ -1,0 +1,182 @@
+"""Segments of one engine: when to look at a response, and what to do with it at a boundary.
+
+Pure: tokens in, decisions out; no clock, no torch, no upstream. A step is one executed engine step. A response grows
+by at most `tokens_per_step` tokens a step, so a look that is k tokens away cannot be due earlier than
+ceil(k / tokens_per_step) steps from now: the wheel is asked once a step and touches only what may be due.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from esgrpo.config import Repetition, Segment
+
+CONTINUE, PRUNE, YIELD = "continue", "prune", "yield"
+UNKNOWN_VERSION = -1  # tokens made before the first weight sync told the engine its version
+
+
+class BoundaryWheel:
+    """Priority queue of looks, keyed by the earliest step at which they can be due."""
+
+    def __init__(self, tokens_per_step: int = 1):
+        if tokens_per_step < 1:
+            raise ValueError(f"tokens_per_step must be at least 1, got {tokens_per_step}")
+        self._tokens_per_step = tokens_per_step
+        self._heap: list[tuple[int, int, Hashable]] = []
+        self._order = 0  # makes ties first come, first served, whatever the keys are
+
+    def schedule(self, key: Hashable, step: int, tokens_left: int) -> None:
+        """Look at `key` no earlier than when `tokens_left` (>= 1) more tokens can exist, counted from `step`."""
+        due = step + -(-max(1, tokens_left) // self._tokens_per_step)
+        heapq.heappush(self._heap, (due, self._order, key))
+        self._order += 1
+
+    def due(self, step: int) -> list[Hashable]:
+        keys = []
+        while self._heap and self._heap[0][0] <= step:
+            keys.append(heapq.heappop(self._heap)[2])
+        return keys
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+def next_multiple(done: int, length: int) -> int:
+    """The first multiple of `length` above `done`, in tokens of the whole response."""
+    return (done // length + 1) * length
+
+
+def repeats(tokens: Sequence[int], rule: Repetition) -> bool:
+    """True when the tail of `tokens` is one pattern at least `min_count` times.
+
+    The rule of vLLM's RepetitionDetectionParams (vllm.v1.core.sched.utils.check_sequence_repetition), which looks at
+    every token; here it is asked every `check_interval` tokens. Only distances at which the last token stood before
+    can be periods, and a candidate is verified by one slice comparison.
+    """
+    length = len(tokens)
+    longest = min(rule.max_pattern_size, length // rule.min_count)
+    if longest < rule.min_pattern_size:
+        return False
+    tail = list(tokens[length - longest * rule.min_count:])
+    last = tail[-1]
+    for period in range(rule.min_pattern_size, longest + 1):
+        if tail[-1 - period] == last:
+            span = period * rule.min_count
+            if tail[-span + period:] == tail[-span:-period]:
+                return True
+    return False
+
+
+@dataclass(frozen=True)
+class Decision:
+    outcome: str  # continue | prune | yield
+    rule: str = ""  # which rule asked for it
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One response in this engine. `done_before` counts tokens of its earlier attempts, elsewhere or before a sync."""
+
+    group: str
+    member: int
+    done_before: int
+    next_boundary: int  # in tokens of the whole response
+    next_repetition: int | None
+    boundaries: int = 0
+    spans: list[list[int]] = field(default_factory=list)  # [weight version, tokens], oldest first
+    spanned: int = 0  # tokens of this attempt already in `spans`
+
+
+class SegmentBook:
+    """All tracked responses of one engine.
+
+    Invariants: a key is tracked from `add` to `close`; spans sum to the attempt's tokens; a pending finish is carried
+    out once or dropped with the response.
+    """
+
+    def __init__(self, settings: Segment, tokens_per_step: int = 1):
+        self.settings = settings
+        self.version = UNKNOWN_VERSION
+        self.step = 0
+        self.tracked: dict[Hashable, Tracked] = {}
+        self.pending: dict[Hashable, str] = {}  # finish at the next step: key -> rule
+        self._groups: dict[str, set[Hashable]] = {}
+        self._wheel = BoundaryWheel(tokens_per_step)
+        self._decides = settings.enable
+
+    def add(self, key: Hashable, group: str, member: int, done_before: int) -> None:
+        repetition = self.settings.prune.repetition
+        item = Tracked(group, member, done_before,
+                       next_multiple(done_before, self.settings.segment_length),
+                       next_multiple(done_before, repetition.check_interval) if repetition.enable else None)
+        self.tracked[key] = item
+        self._groups.setdefault(group, set()).add(key)
+        if self._decides:
+            self._wheel.schedule(key, self.step, self._tokens_to_look(item, 0))
+
+    def _tokens_to_look(self, item: Tracked, tokens: int) -> int:
+        look = item.next_boundary if item.next_repetition is None else min(item.next_boundary, item.next_repetition)
+        return look - item.done_before - tokens
+
+    def advance(self) -> list[Hashable]:
+        """One engine step was executed; returns the keys that may be due now."""
+        self.step += 1
+        return self._wheel.due(self.step)
+
+    def look(self, key: Hashable, tokens: Sequence[int]) -> Decision:
+        """Evaluate a response whose attempt has made `tokens` so far, and schedule the next look."""
+        item = self.tracked[key]
+        count = len(tokens)
+        total = item.done_before + count
+        decision = Decision(CONTINUE)
+        if item.next_repetition is not None and total >= item.next_repetition:
+            item.next_repetition = next_multiple(total, self.settings.prune.repetition.check_interval)
+            if repeats(tokens, self.settings.prune.repetition):
+                decision = Decision(PRUNE, "repetition")
+        if total >= item.next_boundary:
+            item.boundaries += 1
+            item.next_boundary = next_multiple(total, self.settings.segment_length)
+            if decision.outcome == CONTINUE and self.settings.boundary == "yield":
+                decision = Decision(YIELD, "boundary")
+        if decision.outcome == CONTINUE:
+            self._wheel.schedule(key, self.step, self._tokens_to_look(item, count))
+        return decision
+
+    def ask_finish(self, group: str, members: Sequence[int] | None, rule: str) -> int:
+        """Finish these members of a group (None: all) at the next step; returns how many are here."""
+        found = 0
+        for key in self._groups.get(group, ()):
+            if members is None or self.tracked[key].member in members:
+                self.pending[key] = rule
+                found += 1
+        return found
+
+    def take_pending(self) -> dict[Hashable, str]:
+        pending, self.pending = self.pending, {}
+        return pending
+
+    def set_version(self, version: int, token_counts: dict[Hashable, int]) -> None:
+        """New weights: tokens made so far belong to the old version. `token_counts` covers every tracked key."""
+        for key, item in self.tracked.items():
+            self._extend_spans(item, token_counts[key])
+        self.version = version
+
+    def _extend_spans(self, item: Tracked, count: int) -> None:
+        if count > item.spanned:
+            item.spans.append([self.version, count - item.spanned])
+            item.spanned = count
+
+    def close(self, key: Hashable, count: int) -> Tracked | None:
+        """The attempt ended after `count` tokens; returns what is known of it, or None when it was not tracked."""
+        item = self.tracked.pop(key, None)
+        if item is None:
+            return None
+        self.pending.pop(key, None)
+        keys = self._groups[item.group]
+        keys.discard(key)
+        if not keys:
+            del self._groups[item.group]
+        self._extend_spans(item, count)
+        return item

@@ -1,0 +1,73 @@
+"""Tells the scheduler which response an attempt belongs to, brings the outcome back, and re-submits yields."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="client-attempts",
+    target="verl.workers.rollout.llm_server:LLMServerClient.generate",
+    process=("agent-loop-worker",),
+    kind="wrap",  # the original is called once per attempt: a yield is submitted again with what is left
+    why="verl's server drops CompletionOutput.stop_reason and its resuming client drops all extra_fields but four; "
+        "both clients call this method once per attempt. get_client(client_cls=) would need a change in every caller",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "d127c063cc1f8df4"}),),
+    remove_when="verl's client keeps stop_reason and extra_fields across attempts",
+    features=("observe",),
+    relies_on=("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def generate(self, *args, **kwargs):
+        from esgrpo.hooks.verl import attempts, client_attempts
+
+        member = attempts.current.get()
+        if member is None:  # validation, or a caller outside a group
+            return await original(self, *args, **kwargs)
+        return await client_attempts.generate_member(original, self, member, args, kwargs)
+
+    return generate
+
+
+async def generate_member(original, client, member, args, kwargs):
+    import inspect
+
+    bound = inspect.signature(original).bind(client, *args, **kwargs)
+    prompt = list(bound.arguments["prompt_ids"])
+    parameters = dict(bound.arguments["sampling_params"])
+    budget = parameters.get("max_tokens", parameters.get("max_new_tokens"))
+    if budget is None:
+        budget = client.config.actor_rollout_ref.rollout.response_length
+    parameters.pop("max_new_tokens", None)
+    total = None
+    while True:
+        done = [] if total is None else total.token_ids
+        extra = {**(parameters.get("extra_args") or {}), "segment": member.fields()}
+        bound.arguments["sampling_params"] = {**parameters, "max_tokens": budget - len(done), "extra_args": extra}
+        bound.arguments["prompt_ids"] = prompt + done
+        output = await original(*bound.args, **bound.kwargs)
+        member.record(output, len(prompt) + len(done))
+        total = output if total is None else _joined(total, output)
+        if total.stop_reason != "segment" or len(total.token_ids) >= budget:
+            return total
+
+
+def _joined(total, output):
+    """Append a later attempt to what is there; versions run from the first to the last."""
+    total.token_ids = list(total.token_ids) + list(output.token_ids)
+    if total.log_probs is not None and output.log_probs is not None:
+        total.log_probs = list(total.log_probs) + list(output.log_probs)
+    if output.routed_experts is not None and len(output.token_ids):
+        import numpy as np
+
+        new = output.routed_experts[-len(output.token_ids):]
+        total.routed_experts = new if total.routed_experts is None else np.concatenate([total.routed_experts, new])
+    total.num_preempted = (total.num_preempted or 0) + (output.num_preempted or 0)
+    total.stop_reason = output.stop_reason
+    for key in ("global_steps", "max_global_steps"):
+        total.extra_fields[key] = output.extra_fields.get(key)
+    return total

@@ -1,0 +1,59 @@
+"""Which settings of verl a feature implies or forbids. Called by the driver with the composed config."""
+
+from __future__ import annotations
+
+from esgrpo.config import PREFIX, Segment
+from esgrpo.errors import ConfigError
+
+STOPS = "the run does not start"
+
+
+def _refuse(key: str, found, wanted: str, todo: str):
+    raise ConfigError(key, f"{found!r}", wanted, STOPS, todo)
+
+
+def adjust(config, segment: Segment, features: frozenset[str]):
+    """Yields one line per changed setting; raises ConfigError for combinations that cannot be right."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if segment.prunes:
+        if segment.prune.finish_group_after > rollout.n:
+            _refuse(f"{PREFIX}.prune.finish_group_after", segment.prune.finish_group_after,
+                    f"at most rollout.n = {rollout.n}", "lower it")
+        estimator = str(config.algorithm.adv_estimator)
+        if estimator == "grpo":
+            config.algorithm.adv_estimator = "grpo_segment"
+            yield "algorithm.adv_estimator: grpo -> grpo_segment, because pruned rows must leave the group statistics"
+        elif estimator != "grpo_segment":
+            _refuse("algorithm.adv_estimator", estimator, "grpo or grpo_segment with pruning on",
+                    f"set it, or switch {PREFIX}.prune off")
+    if features & {"pois", "sais"}:
+        yield from _losses(config, segment, features)
+    if "dmmpt" in features:
+        if not features & {"pois", "sais"}:
+            _refuse(f"{PREFIX}.dmmpt.enable", True, "actor.policy_loss.loss_mode pois or sais", "set the loss_mode")
+        if not actor.get("calculate_entropy", False):
+            actor.calculate_entropy = True
+            yield "actor.calculate_entropy: False -> True, because DMMPTs need the entropy"
+    if (segment.enable or segment.observe) and rollout.name != "vllm":
+        _refuse("actor_rollout_ref.rollout.name", rollout.name, "vllm with segment.enable or segment.observe",
+                "use the vllm rollout")
+
+
+def _losses(config, segment: Segment, features: frozenset[str]):
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    correction = config.algorithm.get("rollout_correction") or {}
+    if "sais" in features and not rollout.calculate_log_probs:
+        _refuse("actor_rollout_ref.rollout.calculate_log_probs", False, "True with loss_mode=sais",
+                "set it: SAIS needs the log-probs of the version that made each token")
+    if "sais" in features and not correction.get("bypass_mode", False):
+        _refuse("algorithm.rollout_correction.bypass_mode", correction.get("bypass_mode"), "True with loss_mode=sais",
+                "set it: else verl recomputes the log-probs that SAIS must read as stored")
+    if "pois" not in features:
+        return
+    if actor.ppo_epochs > 1:
+        _refuse("actor_rollout_ref.actor.ppo_epochs", actor.ppo_epochs, "1 with loss_mode=pois",
+                "nothing clips drift under POIS: set it to 1")
+    if segment.pois.anchor == "version" and correction.get("bypass_mode", False):
+        config.algorithm.rollout_correction.bypass_mode = False
+        yield ("algorithm.rollout_correction.bypass_mode: True -> False, because pois.anchor=version needs log-probs "
+               "under the last synced weights")

@@ -1,0 +1,100 @@
+"""The first thing that verl's mains do with the composed config: validate `segment` and prepare every process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="driver-start",
+    target="verl.utils.device:auto_set_device",
+    process=("driver",),
+    kind="wrap",
+    why="the only function that fully_async_main and main_ppo both call with the composed config before ray.init; "
+        "plugins are loaded earlier, without the config",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "6fbd96ebdf82485e"}),),
+    remove_when="verl calls a plugin with the composed config before ray.init",
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def auto_set_device(config):
+        from esgrpo.errors import EsgrpoError
+        from esgrpo.hooks.verl.driver_start import prepare
+
+        result = original(config)
+        try:
+            prepare(config)
+        except EsgrpoError as error:
+            sys.exit(str(error))  # one line and exit code 1, no traceback
+        return result
+
+    return auto_set_device
+
+
+def prepare(config) -> None:
+    """Validate, hand the settings on in the environment, and apply what waited for the features."""
+    from omegaconf import OmegaConf
+
+    from esgrpo import config as settings
+    from esgrpo import engine
+
+    rollout = config.actor_rollout_ref.rollout
+    raw = OmegaConf.to_container(rollout.segment, resolve=True) if rollout.get("segment") is not None else {}
+    segment = settings.parse(raw, config.data.max_response_length)
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
+    features = settings.features(segment, loss_mode)
+    _adjust(config, segment, features)
+    os.environ[settings.ENV_SEGMENT] = settings.to_json(segment)
+    os.environ[settings.ENV_FEATURES] = ",".join(sorted(features))
+    os.environ["ESGRPO_DEVICES"] = str(_devices(config))
+    os.environ.setdefault("ESGRPO_RUN_DIR", os.path.abspath(config.trainer.default_local_dir))
+    _reach_every_worker(config)
+    engine.refresh()
+    missing = engine.not_in_place(engine.states("driver"))
+    if missing and engine.strict():
+        row = missing[0]
+        raise engine.HookError(row["slug"], f"{row['state']} in the driver: {row['detail']}", "APPLIED",
+                               "strict mode stops here", f"ESGRPO_DISABLE={row['slug']} or ESGRPO_STRICT=0 goes on")
+    print(engine.boot_line() + f"; features: {', '.join(sorted(features)) or 'none'}", file=sys.stderr, flush=True)
+
+
+def _devices(config) -> int:
+    """Accelerators of the run: trainer plus standalone rollout."""
+    rollout = config.get("rollout")  # the fully-async trainer's own group
+    standalone = rollout.nnodes * rollout.n_gpus_per_node if rollout is not None else 0
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node + standalone
+
+
+def _adjust(config, segment, features) -> None:
+    """Settings of verl that a feature implies or forbids; every change is said."""
+    from esgrpo.hooks.verl.config_rules import adjust
+
+    for line in adjust(config, segment, features):
+        print(f"esgrpo: {line}", file=sys.stderr, flush=True)
+
+
+def _reach_every_worker(config) -> None:
+    """Put our variables into Ray's runtime_env, which also reaches nodes that are already up."""
+    from omegaconf import OmegaConf, open_dict
+
+    from esgrpo import config as settings
+    from esgrpo.errors import HookError
+
+    given = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+    overlay = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    python_path = given.get("PYTHONPATH")
+    installed = os.path.exists(os.path.join(overlay, "esgrpo.pth"))
+    if python_path is not None and not installed and overlay not in python_path.split(os.pathsep):
+        raise HookError("ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH", python_path, f"a path with {overlay}",
+                        "the overlay would be lost in every Ray worker, the run does not start",
+                        "append it there, or pip install esgrpo")
+    names = ("ESGRPO_DEVICES", "ESGRPO_ENABLE", "ESGRPO_PREFIX", "ESGRPO_DISABLE", "ESGRPO_STRICT", "ESGRPO_RUN_DIR", "VERL_PLATFORM",
+             settings.ENV_SEGMENT, settings.ENV_FEATURES)
+    ours = {name: os.environ[name] for name in names if name in os.environ}
+    with open_dict(config):
+        OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", {**ours, **dict(given)}, force_add=True)

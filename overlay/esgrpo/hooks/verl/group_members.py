@@ -1,0 +1,97 @@
+"""Gives every response its group and number, runs the group coordinator, and records what happened."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="group-members",
+    target="verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop",
+    process=("agent-loop-worker",),
+    kind="wrap",
+    why="the only method that sees one response of a known group from start to end, in every agent loop; vLLM "
+        "scatters a group over replicas and knows no groups",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "e490f73ac961ab1d"}),),
+    remove_when="verl offers a callback per response with its uid",
+    features=("observe",),
+    relies_on=("verl.experimental.agent_loop.agent_loop:AgentLoopWorker.generate_sequences",),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def _run_agent_loop(self, *args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl import group_members
+
+        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        group = arguments["kwargs"].get("uid") if "kwargs" in arguments else None
+        if arguments["trajectory"]["validate"] or group is None:
+            return await original(self, *args, **kwargs)
+        return await group_members.run_member(original, self, str(group), args, kwargs)
+
+    return _run_agent_loop
+
+
+def coordinator_of(worker):
+    """The coordinator of this worker process, made on first use."""
+    from esgrpo import config
+    from esgrpo.algo.grouping import GroupCoordinator
+
+    if not hasattr(worker, "esgrpo_coordinator"):
+        settings = config.current()
+        worker.esgrpo_coordinator = GroupCoordinator(settings.prune.finish_group_after if settings.enable else 0)
+        worker.esgrpo_members = {}
+    return worker.esgrpo_coordinator
+
+
+async def run_member(original, worker, group: str, args, kwargs):
+    from esgrpo.algo.grouping import FINISHED, PRUNED, GroupCollision
+    from esgrpo.errors import EsgrpoError
+    from esgrpo.hooks.verl import attempts
+    from esgrpo.hooks.verl.records import write
+
+    coordinator = coordinator_of(worker)
+    try:
+        number = coordinator.join(group, worker.rollout_config.n)
+    except GroupCollision:
+        raise EsgrpoError("group-members", f"group id {group} is in use by another prompt", "one uid per prompt",
+                          "rewards of two prompts would be mixed, the run stops",
+                          "make non_tensor_batch['uid'] unique") from None
+    member = attempts.Member(group, number)
+    worker.esgrpo_members[group, number] = member
+    token = attempts.current.set(member)
+    outcome = FINISHED
+    try:
+        output = await original(worker, *args, **kwargs)
+        outcome = PRUNED if member.outcome == "prune" else FINISHED
+    finally:
+        attempts.current.reset(token)
+        del worker.esgrpo_members[group, number]
+        ask = coordinator.leave(group, number, outcome)
+    if ask:
+        await finish_members(worker, group, ask, "group")
+    summary = member.summary()
+    output.extra_fields["esgrpo"] = summary
+    write("responses", {**summary, "score": output.reward_score})
+    return output
+
+
+async def finish_members(worker, group: str, numbers: list[int], rule: str) -> None:
+    """Ask every replica to end these members with the tokens they have; a member lives on one of them."""
+    import asyncio
+
+    for number in numbers:
+        member = worker.esgrpo_members.get((group, number))
+        if member is not None:
+            member.asked_to_finish = True
+    servers = await worker.llm_client._load_balancer.__ray_call__.remote(_handles)
+    await asyncio.gather(*[server.esgrpo_finish_group.remote(group, numbers, rule) for server in servers])
+
+
+def _handles(balancer) -> list:
+    """Runs inside the load balancer."""
+    return list(balancer._servers.values())

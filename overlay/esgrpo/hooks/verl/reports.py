@@ -1,0 +1,109 @@
+"""Collects the hook states of every process of a fully-async run, writes them down, and stops a run that lacks one.
+
+Pull, not push: the task runner asks each actor to run a function of this package. A worker without the overlay
+cannot even import it, so a lost PYTHONPATH is an answer, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from esgrpo import engine
+from esgrpo.errors import HookError
+
+ANSWER_TIMEOUT_S = 120.0
+
+
+def of_actor(instance, process: str) -> dict:
+    """Runs inside an actor."""
+    return engine.report(process, instance)
+
+
+def of_group_workers(instance, group: str) -> list:
+    """Runs inside the trainer: handles of a worker group's workers."""
+    return list(getattr(instance, group).workers)
+
+
+def of_rollouter(instance) -> dict:
+    """Runs inside the rollouter: handles of everything it created."""
+    replicas = instance.llm_server_manager.get_replicas()
+    return {
+        "vllm-server": [server for replica in replicas for server in replica.servers],
+        "rollout-worker": [worker for replica in replicas for worker in replica.workers],
+        "agent-loop-worker": list(instance.async_rollout_manager.agent_loop_workers),
+        "reward-loop-worker": list(instance.reward_loop_manager.reward_loop_workers),
+    }
+
+
+def _ask(handles: dict[str, list]) -> list[dict]:
+    import ray
+
+    pending = [(process, handle.__ray_call__.remote(of_actor, process))
+               for process, actors in handles.items() for handle in actors]
+    pending += [("engine-core", server.esgrpo_engine_reports.remote()) for server in handles.get("vllm-server", ())
+                if hasattr(server, "esgrpo_engine_reports")]
+    reports = []
+    for process, reference in pending:
+        try:
+            answer = ray.get(reference, timeout=ANSWER_TIMEOUT_S)
+        except Exception as error:
+            raise HookError("handshake", f"a {process} cannot answer: {type(error).__name__}: "
+                            + str(error).strip().splitlines()[-1], "its hook states",
+                            "the overlay is not loaded there, the run stops before the first rollout",
+                            "make esgrpo importable in every worker (pip install it, or check PYTHONPATH in "
+                            "runtime_env)") from None
+        reports.extend(answer if isinstance(answer, list) else [answer])
+    return reports
+
+
+def collect_and_check(task_runner) -> list[dict]:
+    import ray
+
+    rollouter, trainer = task_runner.components["rollouter"], task_runner.components["trainer"]
+    handles = {"rollouter": [rollouter], "trainer": [trainer]}
+    handles.update(ray.get(rollouter.__ray_call__.remote(of_rollouter)))
+    handles["actor-worker"] = ray.get(trainer.__ray_call__.remote(of_group_workers, "actor_wg"))
+    reports = [engine.report("task-runner", task_runner), *_ask(handles)]
+    _write(reports)
+    _check(reports)
+    return reports
+
+
+def _write(reports: list[dict]) -> None:
+    directory = os.path.join(os.environ.get("ESGRPO_RUN_DIR", "."), "esgrpo")
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, "hooks.json")
+    with open(path + ".new", "w", encoding="utf-8") as file:
+        json.dump(reports, file, indent=1)
+    os.replace(path + ".new", path)
+
+
+def _check(reports: list[dict]) -> None:
+    missing = [(r, row) for r in reports for row in engine.not_in_place(r["hooks"])]
+    servers = sum(r["process"] == "vllm-server" for r in reports)
+    cores = sum(r["process"] == "engine-core" for r in reports)
+    counts = {}
+    for report in reports:
+        for row in report["hooks"]:
+            counts[row["state"]] = counts.get(row["state"], 0) + 1
+    summary = ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))
+    print(f"esgrpo: handshake: {len(reports)} processes, {summary}", file=sys.stderr, flush=True)
+    if missing:
+        report, row = missing[0]
+        error = HookError(row["slug"], f"{row['state']} in {report['process']} {report['host']}:{report['pid']}: "
+                          f"{row['detail']}" + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""),
+                          "APPLIED", "strict mode stops here, before the first rollout",
+                          f"esgrpo status {os.environ.get('ESGRPO_RUN_DIR', '.')} lists all; "
+                          f"ESGRPO_DISABLE={row['slug']} or ESGRPO_STRICT=0 goes on")
+    elif cores < servers:
+        error = HookError("engine-core-utilities", f"{cores} EngineCore reports", f"one per server, {servers}",
+                          "the scheduler hook cannot be confirmed", "see the states of the vllm-server processes")
+    else:
+        return
+    if engine.strict():
+        raise error
+    print(error, file=sys.stderr, flush=True)
+
+

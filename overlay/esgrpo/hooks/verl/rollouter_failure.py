@@ -1,0 +1,47 @@
+"""A rollouter that fails ends the run: verl swallows the exception and stops as if the data had run out."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="rollouter-failure-is-loud",
+    target="verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter.fit",
+    process=("rollouter",),
+    kind="wrap",
+    why="fit() gathers its generation task with return_exceptions=True: a dead vLLM server or a reward function that "
+        "raises ends in exit code 0, with samples lost",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "02b068e07ad1d548"}),),
+    remove_when="FullyAsyncRollouter.fit re-raises the failure of its generation task",
+    relies_on=("verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
+               "._streaming_generation_main",),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def fit(self, *args, **kwargs):
+        from esgrpo.errors import EsgrpoError
+
+        failures = []
+        generation = self._streaming_generation_main
+
+        async def recorded():
+            try:
+                return await generation()
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        self._streaming_generation_main = recorded  # shadows the method on this one instance
+        result = await original(self, *args, **kwargs)
+        if failures:
+            lines = [line.strip() for line in str(failures[0]).splitlines() if line.strip()]
+            raise EsgrpoError("rollout", f"{type(failures[0]).__name__}: {lines[-1] if lines else ''}",
+                              "a rollouter that runs to its end", "unfinished samples are lost, the run stops",
+                              "the cause is in the rollouter's log above; resume from the last checkpoint")
+        return result
+
+    return fit

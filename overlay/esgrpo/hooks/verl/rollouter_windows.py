@@ -1,0 +1,45 @@
+"""Bubble rate per weight version, logged through verl's Tracking with the rollouter's own timings."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="rollouter-windows",
+    target="verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter.reset_staleness",
+    process=("rollouter",),
+    kind="wrap",
+    why="its result is what the trainer logs once per weight version; verl's own utilisation counts prompts in "
+        "flight, not requests in the engine",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "f92e5a2c78ab2188"}),),
+    remove_when="verl reports engine occupancy per weight version",
+    features=("observe",),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def reset_staleness(self, *args, **kwargs):
+        from esgrpo.hooks.verl.rollouter_windows import metrics
+
+        timing = await original(self, *args, **kwargs)
+        return {**timing, **await metrics(self, timing)}
+
+    return reset_staleness
+
+
+async def metrics(rollouter, timing) -> dict[str, float]:
+    import asyncio
+
+    from esgrpo.algo.accounting import bubble
+    from esgrpo.hooks.verl.records import write
+
+    servers = [server for replica in rollouter.llm_server_manager.get_replicas() for server in replica.servers]
+    windows = [w for ws in await asyncio.gather(*[s.esgrpo_take_windows.remote() for s in servers]) for w in ws]
+    paused = timing["fully_async/rollouter/version_time"] - timing["fully_async/rollouter/active_time"]
+    rates = bubble(windows, paused)
+    for window in windows:
+        write("windows", {**window, "rollouter_paused": paused})
+    return {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate for name, rate in rates.items()}

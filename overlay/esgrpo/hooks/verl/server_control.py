@@ -1,0 +1,61 @@
+"""Control methods of verl's vLLM server: finish members of a group, report the engine's hooks, hand out windows."""
+
+from __future__ import annotations
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="server-control",
+    target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer",
+    process=("rollouter", "vllm-server"),  # Ray takes the method table where the actor is created
+    kind="add",
+    why="verl can abort one request or all, which it then resumes; it has no way to end the members of a group with "
+        "the tokens they have, and none into EngineCore",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "29e7f03ee5dc7940"}),),
+    remove_when="verl's server offers a group abort with a reason, and a generic utility call",
+    features=("observe", "cpu"),
+)
+
+
+async def engine_call(server, name: str, *args) -> list:
+    """Call a utility method on every EngineCore of this server (several with internal data parallelism)."""
+    import asyncio
+
+    if server.node_rank != 0:
+        return []  # only rank 0 of a multi-node replica owns the engine
+    client = server.engine.engine_core
+    cores = getattr(client, "core_engines", None)
+    if cores is None or len(cores) < 2:
+        return [await client.call_utility_async(name, *args)]
+    return list(await asyncio.gather(*[client._call_utility_async(name, *args, engine=core) for core in cores]))
+
+
+async def esgrpo_finish_group(self, group, members, rule):
+    """End these members (None: all) in the next engine step; returns how many were running here."""
+    from esgrpo.hooks.verl.server_control import engine_call
+
+    return sum(await engine_call(self, "esgrpo_finish", group, members, rule))
+
+
+async def esgrpo_engine_reports(self):
+    from esgrpo.hooks.verl.server_control import engine_call
+
+    return await engine_call(self, "esgrpo_report")
+
+
+async def esgrpo_take_windows(self):
+    """The engine windows closed since the last call."""
+    windows, self.esgrpo_windows = getattr(self, "esgrpo_windows", []), []
+    return windows
+
+
+METHODS = (esgrpo_finish_group, esgrpo_engine_reports, esgrpo_take_windows)
+
+
+def apply(module) -> None:
+    for function in METHODS:
+        setattr(module.vLLMHttpServer, function.__name__, function)
+
+
+def installed(module) -> bool:
+    return all(getattr(module.vLLMHttpServer, function.__name__, None) is function for function in METHODS)

@@ -1,0 +1,32 @@
+"""Hands the weight version on to the EngineCore, where tokens are stamped with it."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="server-weight-version",
+    target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.set_global_steps",
+    process=("vllm-server",),
+    kind="wrap",
+    why="verl stamps a response with the server's version when the request ends; a request that lives through a sync "
+        "would look entirely fresh",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "6e555a25efbeef35"}),),
+    remove_when="verl records the version per token",
+    features=("observe",),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def set_global_steps(self, *args, **kwargs):
+        from esgrpo.hooks.verl.server_control import engine_call
+
+        result = await original(self, *args, **kwargs)
+        windows = await engine_call(self, "esgrpo_set_version", self.global_steps)
+        self.esgrpo_windows = [*getattr(self, "esgrpo_windows", []), *windows]
+        return result
+
+    return set_global_steps

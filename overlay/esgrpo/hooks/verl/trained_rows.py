@@ -1,0 +1,86 @@
+"""Adds the esgrpo/ metrics of a training batch to verl's own, and records what every row became."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="trained-rows",
+    target="verl.trainer.ppo.metric_utils:compute_data_metrics",
+    process=("trainer",),
+    kind="wrap",
+    why="all trainers call it with the finished batch (advantages, masks, extra fields) and log its result; verl's "
+        "metrics know neither pruned rows nor weight versions per token",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "51174f136d659f6f"}),),
+    remove_when="verl's trainers accept metric functions from the config",
+    features=("observe",),
+    rebinds=("verl.experimental.separation.ray_trainer:compute_data_metrics",
+             "verl.trainer.ppo.ray_trainer:compute_data_metrics"),
+)
+
+_started = time.time()  # of the interval that the next batch's throughput is measured over
+
+
+def build(original):
+    @functools.wraps(original)
+    def compute_data_metrics(*args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl.trained_rows import metrics, rows_of
+        from esgrpo.hooks.verl.records import write
+
+        result = original(*args, **kwargs)
+        batch = inspect.signature(original).bind(*args, **kwargs).arguments["batch"]
+        if "esgrpo" in batch.non_tensor_batch:
+            rows = rows_of(batch)
+            for row in rows:
+                write("trained", row)
+            result.update(metrics(rows))
+        return result
+
+    return compute_data_metrics
+
+
+def rows_of(batch) -> list[dict]:
+    """One plain dict per row: what it cost, whether it was pruned, and whether it carries gradient."""
+    from esgrpo import config
+
+    mask = batch.batch["response_mask"].bool()
+    gradient = ((batch.batch["advantages"] != 0) & mask).any(dim=-1).tolist()
+    scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()
+    threshold = config.current().success_threshold
+    accuracies = batch.non_tensor_batch.get("acc")
+    rows = []
+    for index, summary in enumerate(batch.non_tensor_batch["esgrpo"]):
+        correct = scores[index] >= threshold if accuracies is None else bool(accuracies[index])
+        rows.append({**summary, "score": scores[index], "correct": correct, "trained": True,
+                     "pruned": not bool(mask[index].any()), "gradient": gradient[index]})
+    return rows
+
+
+def metrics(rows: list[dict]) -> dict[str, float]:
+    from esgrpo.algo.accounting import quantile, token_balance
+
+    global _started
+    now = time.time()
+    seconds, _started = now - _started, now
+    balance = token_balance(rows)
+    spans = [len(row["spans"]) for row in rows]
+    times = [row["ended"] - row["started"] for row in rows]
+    devices = int(os.environ.get("ESGRPO_DEVICES", "1"))
+    return {
+        "esgrpo/prune/rate": sum(row["pruned"] for row in rows) / len(rows),
+        "esgrpo/waste/pruned": balance["pruned"],
+        "esgrpo/waste/zero_variance": balance["zero_variance"],
+        "esgrpo/waste/reprefill": balance["reprefill"],
+        "esgrpo/effective_token_throughput": balance["trained"] / (seconds * devices) if seconds > 0 else 0.0,
+        "esgrpo/tail_ratio": quantile(times, 0.99) / max(quantile(times, 0.5), 1e-9),
+        "esgrpo/version_span/mean": sum(spans) / len(spans),
+        "esgrpo/version_span/max": max(spans),
+        "esgrpo/partial_rate": sum(row["attempts"] > 1 for row in rows) / len(rows),
+        "esgrpo/boundaries/mean": sum(row["boundaries"] for row in rows) / len(rows),
+    }

@@ -1,0 +1,44 @@
+"""Utility methods on vLLM's EngineCore: the way into the scheduler from the server process."""
+
+from __future__ import annotations
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="engine-core-utilities",
+    target="vllm.v1.engine.core:EngineCore",
+    process=("engine-core",),
+    kind="add",
+    why="call_utility_async runs any method of EngineCore between two steps, but EngineCore has none that finishes "
+        "requests by group, sets a weight version or reports the hooks",
+    releases=(Release("vllm", ">=0.24,<0.29", {"0.24.0": "163a5332261c2d4f", "0.28.0": "97a96a8443cdd9c9"}),),
+    remove_when="vLLM offers a registry for utility methods",
+    features=("observe", "cpu"),
+    relies_on=("vllm.v1.engine.core:EngineCoreProc._handle_client_request",),
+)
+
+
+def esgrpo_report(self):
+    from esgrpo import engine
+
+    return engine.report("engine-core", self)
+
+
+def esgrpo_set_version(self, version):
+    return self.scheduler.segment_set_version(version)
+
+
+def esgrpo_finish(self, group, members, rule):
+    return self.scheduler.segment_finish(group, members, rule)
+
+
+UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish)
+
+
+def apply(module) -> None:
+    for function in UTILITIES:
+        setattr(module.EngineCore, function.__name__, function)
+
+
+def installed(module) -> bool:
+    return all(getattr(module.EngineCore, function.__name__, None) is function for function in UTILITIES)

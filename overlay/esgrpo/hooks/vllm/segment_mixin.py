@@ -1,0 +1,135 @@
+"""SegmentMixin: what the scheduler hook puts in front of vLLM's scheduler classes.
+
+Translates only; every decision is made by algo.segments. Nothing here runs per request and step: upstream's own loop
+is left alone, and after it only the responses whose boundary may be due are looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections import Counter
+
+from esgrpo.algo.accounting import Occupancy
+from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
+
+PAYLOAD = "esgrpo"  # key in kv_transfer_params, the dict that vLLM carries from scheduler to RequestOutput
+STOP_REASON = {PRUNE: "pruned", "yield": "segment"}
+
+
+@functools.cache
+def mixed_with(base: type) -> type:
+    """`base` with SegmentMixin in front; the same class for the same base."""
+    return base if issubclass(base, SegmentMixin) else type(f"Segment{base.__name__}", (SegmentMixin, base), {})
+
+
+class SegmentMixin:
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        from esgrpo import config
+        from esgrpo.hooks.vllm.logprob_sums import LogprobSums
+
+        settings = config.current()
+        tokens_per_step = 1 + (getattr(self, "num_spec_tokens", 0) or 0)
+        self.segment_book = SegmentBook(settings, tokens_per_step)
+        self.segment_logprobs = LogprobSums()
+        self.segment_occupancy = Occupancy(settings.capacity or self.max_num_running_reqs, time.time)
+        self.segment_outcomes: Counter = Counter()
+
+    def add_request(self, request, *args, **kwargs):
+        super().add_request(request, *args, **kwargs)
+        parameters = request.sampling_params
+        fields = parameters is not None and (parameters.extra_args or {}).get("segment")
+        if fields:
+            self.segment_book.add(request.request_id, fields["group"], fields["member"], fields["done_before"])
+
+    def schedule(self, *args, **kwargs):
+        output = super().schedule(*args, **kwargs)
+        self.segment_occupancy.observe(len(output.num_scheduled_tokens), len(self.waiting))
+        return output
+
+    def set_pause_state(self, pause_state):
+        super().set_pause_state(pause_state)
+        self.segment_occupancy.pause(bool(pause_state))
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        # Before upstream frees what ends in this step, so that the last token is in the sum.
+        self.segment_occupancy.window.tokens += self.segment_logprobs.add(
+            model_runner_output, self.requests)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        book = self.segment_book
+        due = book.advance()
+        self.segment_occupancy.window.steps += 1
+        if due or book.pending:
+            self._segment_act(due, outputs)
+        if not self.requests:
+            self.segment_occupancy.observe(0, 0)
+        return outputs
+
+    def _segment_act(self, due, outputs) -> None:
+        endings = {}
+        for key in due:
+            request = self.requests.get(key)
+            if request is None or key not in self.segment_book.tracked:
+                continue
+            decision = self.segment_book.look(key, request._output_token_ids)
+            if decision.outcome != CONTINUE:
+                endings[key] = decision.outcome, decision.rule
+        for key, rule in self.segment_book.take_pending().items():
+            endings[key] = PRUNE, rule
+        for key, (outcome, rule) in endings.items():
+            if key in self.requests:
+                self._segment_end(self.requests[key], outcome, rule, outputs)
+
+    def _segment_end(self, request, outcome: str, rule: str, outputs) -> None:
+        """End a request now, as length-capped: "abort" would make verl resume it."""
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+        from vllm.v1.request import RequestStatus
+
+        key, client = request.request_id, request.client_index
+        request.stop_reason = STOP_REASON[outcome]
+        payload = self._segment_payload(request, outcome, rule)
+        self.finish_requests(key, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if client not in outputs:
+            outputs[client] = EngineCoreOutputs(outputs=[])
+        output = next((o for o in outputs[client].outputs if o.request_id == key), None)
+        if output is None:  # no token in this step: waiting, preempted, or between two prefill chunks
+            output = EngineCoreOutput(request_id=key, new_token_ids=[])
+            outputs[client].outputs.append(output)
+        output.finish_reason = request.get_finished_reason()
+        output.stop_reason = request.stop_reason
+        output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD: payload}
+
+    def _free_request(self, request, *args, **kwargs):
+        freed = super()._free_request(request, *args, **kwargs)
+        payload = self._segment_payload(request, "finish", "")
+        if payload is None:
+            return freed
+        if isinstance(freed, tuple):  # vLLM >= 0.28: (kv, ec) parameters
+            return ({**(freed[0] or {}), PAYLOAD: payload}, *freed[1:])
+        return {**(freed or {}), PAYLOAD: payload}
+
+    def _segment_payload(self, request, outcome: str, rule: str) -> dict | None:
+        """Closes the book on a request; None when it is not, or no longer, tracked. msgpack-plain."""
+        item = self.segment_book.close(request.request_id, request.num_output_tokens)
+        if item is None:
+            return None
+        self.segment_outcomes[f"{outcome}/{rule}" if rule else outcome] += 1
+        return {"outcome": outcome, "rule": rule, "spans": item.spans, "boundaries": item.boundaries,
+                "logprob_sum": self.segment_logprobs.pop(request.request_id)}
+
+    # Control plane, called by the EngineCore utilities between two steps.
+
+    def segment_set_version(self, version: int) -> dict:
+        """New weights are in; returns the window that ends with them."""
+        counts = {key: self.requests[key].num_output_tokens for key in self.segment_book.tracked}
+        window = dataclasses.asdict(self.segment_occupancy.close())
+        window["version"] = self.segment_book.version
+        window["outcomes"] = dict(self.segment_outcomes)
+        self.segment_outcomes.clear()
+        self.segment_book.set_version(version, counts)
+        return window
+
+    def segment_finish(self, group: str, members, rule: str) -> int:
+        return self.segment_book.ask_finish(group, members, rule)
