@@ -20,13 +20,10 @@ class BuildWithPth(build_py):
 class EditableWithPth(editable_wheel):
     """The editable wheel holds one more .pth, which adds overlay/ to sys.path; ours sorts after it."""
 
-    def _create_wheel_file(self, bdist_wheel):
-        from zipfile import ZipFile
-
-        wheel = super()._create_wheel_file(bdist_wheel)
-        with ZipFile(wheel, "a") as archive:
-            archive.writestr(PTH, LINE)
-        return wheel
+    def _install_namespaces(self, installation_dir, pth_prefix):
+        """The last step that writes into the tree that becomes the wheel, so that RECORD lists our file."""
+        super()._install_namespaces(installation_dir, pth_prefix)
+        Path(installation_dir, PTH).write_text(LINE)
 
 
 setup(cmdclass={"build_py": BuildWithPth, "editable_wheel": EditableWithPth})

@@ -6,24 +6,29 @@ Without ESGRPO_ENABLE=1 this is one environment look-up and the sitecustomize th
 import os
 import sys
 
-if os.environ.get("ESGRPO_ENABLE") == "1":
-    try:
-        import esgrpo.boot  # noqa: F401
-    except Exception as error:  # a foreign program on the same PYTHONPATH must go on
-        print(f"esgrpo: boot: {type(error).__name__}: {error} | wanted a loadable overlay | hooks are not installed "
-              "here | install wrapt and packaging, or unset ESGRPO_ENABLE", file=sys.stderr)
-
 
 def _chain():
-    """Run the sitecustomize that this one hides."""
+    """Run the sitecustomize that this one hides.
+
+    Others chain, too, and may come back to us: each directory is run once. importlib.util has module_from_spec, but
+    importing it would cost every interpreter on this path half of a bare start (bench/startup.py).
+    """
     from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
 
     here = os.path.dirname(os.path.abspath(__file__))
-    spec = PathFinder.find_spec("sitecustomize", [p for p in sys.path if os.path.abspath(p or ".") != here])
+    seen = sys.__dict__.setdefault("_esgrpo_sitecustomized", set())
+    if here in seen:
+        return
+    seen.add(here)
+    spec = PathFinder.find_spec("sitecustomize", [p for p in sys.path if os.path.abspath(p or ".") not in seen])
     if spec is not None and spec.loader is not None:
-        module = module_from_spec(spec)
+        module = type(sys)(spec.name)
+        module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
         spec.loader.exec_module(module)
 
 
-_chain()
+try:
+    if os.environ.get("ESGRPO_ENABLE") == "1":
+        import esgrpo.boot  # noqa: F401
+finally:
+    _chain()

@@ -5,6 +5,10 @@ import sys
 
 # PYTHONPATH leaks into foreign interpreters; only the one `esgrpo run` was started with gets hooks.
 if os.environ.get("ESGRPO_PREFIX", sys.prefix) == sys.prefix:
-    from esgrpo import engine
+    try:
+        from esgrpo import engine
 
-    engine.boot()
+        engine.boot()
+    except Exception as error:  # any program can be started in this environment, and it must go on
+        print(f"esgrpo: boot: {type(error).__name__}: {' '.join(str(error).split())} | wanted a loadable overlay | "
+              "hooks are not installed here | install wrapt and packaging, or unset ESGRPO_ENABLE", file=sys.stderr)

@@ -103,11 +103,14 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
-        return arguments.function(arguments)
+        code = arguments.function(arguments)
+        sys.stdout.flush()  # here, where a closed pipe is caught
+        return code
     except EsgrpoError as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:
+    except BrokenPipeError:  # `esgrpo status | head`: the interpreter flushes once more when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 

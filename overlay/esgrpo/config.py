@@ -19,6 +19,7 @@ from esgrpo.errors import ConfigError
 PREFIX = "actor_rollout_ref.rollout.segment"
 ENV_SEGMENT = "ESGRPO_SEGMENT"
 ENV_FEATURES = "ESGRPO_FEATURES"
+ENV_FACTS = "ESGRPO_FACTS"
 
 
 def _number(default, low, high, doc, open_low=False):
@@ -74,7 +75,9 @@ class Segment:
     segment_length: int = _number(1024, 2, None, "tokens between two boundaries of a response")
     boundary: str = _choice("soft", ("soft", "yield"), "what a boundary does: evaluate only, or hand the response back")
     capacity: int = _number(0, 0, None, "requests at which a replica is full, for bubble_rate; 0: max_num_seqs")
-    success_threshold: float = _number(0.5, None, None, "a score from here on is correct when the reward has no acc")
+    success_threshold: float = _number(
+        0.5, None, None, "a sample is correct from this score (or numeric acc) on; a boolean acc decides alone"
+    )
     prune: Prune = field(default_factory=Prune)
     pois: Pois = field(default_factory=Pois)
     dmmpt: Dmmpt = field(default_factory=Dmmpt)
@@ -84,10 +87,10 @@ class Segment:
         return self.enable and (self.prune.repetition.enable or self.prune.finish_group_after > 0)
 
 
-def _range_text(spec) -> str:
+def _range_text(spec, kind: str) -> str:
     low, high = spec["low"], spec["high"]
-    bracket = "(" if spec.get("open_low") else "["
-    return f"a number in {bracket}{'-inf' if low is None else low}, {'inf' if high is None else high}]"
+    number, bracket = "an integer" if kind == "int" else "a number", "(" if spec.get("open_low") else "["
+    return f"{number} in {bracket}{'-inf' if low is None else low}, {'inf' if high is None else high}]"
 
 
 def _check_value(path: str, spec, kind: str, value):
@@ -106,11 +109,11 @@ def _check_value(path: str, spec, kind: str, value):
         return value
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or (kind == "int" and not isinstance(value, int)):
-        fail(("an integer: " if kind == "int" else "") + _range_text(spec))
+        fail(_range_text(spec, kind))
     low, high = spec["low"], spec["high"]
     outside = (low is not None and value < low) or (high is not None and value > high) or value != value
     if outside or (spec.get("open_low") and value == low):
-        fail(_range_text(spec))
+        fail(_range_text(spec, kind))
     return float(value) if kind == "float" else value
 
 
@@ -137,7 +140,7 @@ def parse(values: Mapping | None, response_length: int | None = None) -> Segment
     Raises ConfigError (one line: key, value, allowed range, closest valid key) for unknown or impossible values.
     `response_length` is the response budget in tokens.
     """
-    segment = _build(Segment, values or {}, PREFIX)
+    segment = _build(Segment, {} if values is None else values, PREFIX)
     if response_length is not None and segment.enable and segment.segment_length > response_length:
         raise ConfigError(f"{PREFIX}.segment_length", str(segment.segment_length),
                           f"an integer in [2, {response_length}] (data.max_response_length)",
@@ -177,6 +180,11 @@ def _from_json(text: str) -> Segment:
 def current() -> Segment:
     """The settings of this run, in any process; defaults when the driver has set none."""
     return _from_json(os.environ.get(ENV_SEGMENT) or "{}")
+
+
+def facts() -> dict:
+    """What the driver knows of the run and a worker does not: devices, optimizer_steps_per_version."""
+    return {"devices": 1, "optimizer_steps_per_version": 1, **json.loads(os.environ.get(ENV_FACTS) or "{}")}
 
 
 def to_json(segment: Segment) -> str:

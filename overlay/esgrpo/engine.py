@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from esgrpo import fingerprint
+from esgrpo import __version__, fingerprint
 from esgrpo.errors import HookError
 
 MARKER = "__esgrpo__"
@@ -81,6 +81,7 @@ class Record:
     detail: str = "target not imported"
     found: str = ""
     revert: list = field(default_factory=list)  # undo actions, last first
+    modules: list = field(default_factory=list)  # copies of the target module that have the hook
 
 
 _records: dict[str, Record] = {}
@@ -156,17 +157,15 @@ def boot() -> None:
 def refresh() -> None:
     """Look again at hooks whose target is loaded: called when the features become known, and by v1 mains."""
     for record in load_hooks().values():
-        if record.state in (State.PENDING, State.NOT_NEEDED) and _module_of(record.hook.module) is not None:
-            _activate(record)
+        _activate(record)
 
 
-def _module_of(name: str):
-    """The loaded module, also when it runs as `python -m name` and is therefore called __main__."""
-    if name in sys.modules:
-        return sys.modules[name]
+def _copies_of(name: str) -> list:
+    """Loaded copies of a module: under its name, and as __main__ when it runs as `python -m name`."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
-    return main if spec is not None and spec.name == name else None
+    alias = main if spec is not None and spec.name == name else None
+    return [module for module in (sys.modules.get(name), alias) if module is not None]
 
 
 def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]:
@@ -194,37 +193,41 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
 
 
 def _activate(record: Record) -> None:
-    """Apply one hook now that its target is loaded. Never raises: an import of upstream must not fail silently."""
-    if record.state not in (State.PENDING, State.NOT_NEEDED):
+    """Apply one hook where its target is loaded. Never raises: an import of upstream must not fail silently."""
+    copies = [module for module in _copies_of(record.hook.module) if module not in record.modules]
+    if not copies or record.state not in (State.PENDING, State.NOT_NEEDED, State.APPLIED):
         return
     try:
         record.state, record.detail, record.found = check(record.hook)
         if record.state is State.PENDING:
-            _apply(record)
+            for module in copies:
+                _apply(record, module)
     except Exception as error:
         record.state, record.detail = State.FAILED, f"{type(error).__name__}: {error}"
     if record.state not in FINE:
         print(boot_line([record]), file=sys.stderr, flush=True)
 
 
-def _apply(record: Record) -> None:
+def _apply(record: Record, module) -> None:
     hook, code = record.hook, record.code
-    module = _module_of(hook.module)
     if hook.kind == "add":
         code.apply(module)
         good = code.installed(module)
     else:
-        owner, name, original = resolve(module, hook.target.partition(":")[2])
+        owner, name, found = resolve(module, hook.target.partition(":")[2])
+        method = type(found) if isinstance(found, (staticmethod, classmethod)) else None
+        original = found.__func__ if method else found
         replacement = code.build(original)
         setattr(replacement, MARKER, hook.slug)
         own = name in vars(owner)
-        setattr(owner, name, replacement)
-        record.revert.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
+        setattr(owner, name, method(replacement) if method else replacement)
+        record.revert.append(lambda: setattr(owner, name, found) if own else delattr(owner, name))
         for alias in hook.rebinds:
             _rebind(alias, original, replacement, record)
         good = carries(inspect.getattr_static(owner, name), hook.slug)
     if not good:
         raise HookError(hook.slug, "read-back found the original", "our replacement", "not applied", "report this")
+    record.modules.append(module)
     record.state = State.APPLIED
 
 
@@ -238,21 +241,24 @@ def _rebind(alias: str, original, replacement, record: Record) -> None:
 
 def revert(slug: str) -> None:
     """Undo a wrap or replace in this process (tests; a run never reverts)."""
-    record = _records[slug]
+    record = load_hooks()[slug]
+    if record.hook.kind == "add":
+        raise HookError(slug, "kind add", "wrap or replace", "nothing was undone", "start a new process")
     while record.revert:
         record.revert.pop()()
+    record.modules.clear()
     record.state, record.detail = State.PENDING, "reverted"
 
 
 def resolve(module, qualname: str):
-    """(owner, name, original) of a target. An ActorClass is not a class: its modified_class is what Ray ships."""
+    """(owner, name, attribute as stored) of a target. An ActorClass is no class: Ray ships its modified_class."""
     owner = module
     *path, name = qualname.split(".")
     for part in path:
         owner = getattr(owner, part)
         ray_metadata = getattr(owner, "__ray_metadata__", None)
         owner = owner if ray_metadata is None else ray_metadata.modified_class
-    return owner, name, getattr(owner, name)
+    return owner, name, inspect.getattr_static(owner, name)
 
 
 def carries(function, slug: str) -> bool:
@@ -293,6 +299,7 @@ def states(process: str, instance=None) -> list[dict]:
 def report(process: str, instance=None) -> dict:
     """What a process tells the driver about itself."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "process": process, "overlay": os.path.dirname(__file__),
+            "overlay_version": __version__, "segment": os.environ.get("ESGRPO_SEGMENT", ""),
             "strict": strict(), "disabled": sorted(disabled_slugs()), "features": sorted(active_features()),
             "hooks": states(process, instance)}
 

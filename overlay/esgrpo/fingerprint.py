@@ -10,6 +10,7 @@ import ast
 import functools
 import hashlib
 import importlib.machinery
+import importlib.util
 import os
 import sys
 
@@ -33,6 +34,8 @@ def _normalise(node) -> str:
     for name, value in ast.iter_fields(node):
         if name == "body" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             value = _without_docstring(value)
+        if name == "values" and isinstance(node, ast.JoinedStr):  # 3.12 ends a nested format spec with an empty string
+            value = [part for part in value if not (isinstance(part, ast.Constant) and part.value == "")]
         if name in _SKIPPED_FIELDS or value is None or value == []:
             continue
         parts.append(f"{name}={_normalise(value)}")
@@ -50,6 +53,16 @@ def _tree(path: str, _mtime: float) -> ast.Module:
         return ast.parse(file.read())
 
 
+def _find_spec(name: str, locations: list[str] | None):
+    """PathFinder inside a package; at the top level every finder is asked: an editable install has its own."""
+    if locations is not None:
+        return importlib.machinery.PathFinder.find_spec(name, locations)
+    try:
+        return importlib.util.find_spec(name)
+    except ValueError:  # a loaded module without a spec
+        return importlib.machinery.PathFinder.find_spec(name)
+
+
 def source_file(module: str, search: list[str] | None = None) -> str | None:
     """Path of a module's source, found through sys.path (or `search`) without importing it or its parents."""
     locations = search
@@ -57,7 +70,7 @@ def source_file(module: str, search: list[str] | None = None) -> str | None:
     parts = module.split(".")
     for depth in range(len(parts)):
         name = parts[depth]
-        spec = importlib.machinery.PathFinder.find_spec(name, locations)
+        spec = _find_spec(name, locations)
         if spec is None:
             return None
         locations = list(spec.submodule_search_locations or [])
@@ -66,19 +79,21 @@ def source_file(module: str, search: list[str] | None = None) -> str | None:
     return spec.origin if spec and spec.origin and spec.origin.endswith(".py") else None
 
 
-def find_node(path: str, qualname: str) -> ast.AST | None:
-    """The class, function or module-level assignment `qualname` in the file, or None."""
-    node: ast.AST = _tree(path, os.path.getmtime(path))
+def _definitions(node: ast.AST):
+    """Classes and functions defined directly in `node`, also under if, try and with."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield child
+        elif isinstance(child, (ast.stmt, ast.excepthandler)):
+            yield from _definitions(child)
+
+
+def find_nodes(path: str, qualname: str) -> list[ast.AST]:
+    """Every definition of the class or function `qualname` in the file: if/else branches and overloads count too."""
+    nodes: list[ast.AST] = [_tree(path, os.path.getmtime(path))]
     for name in qualname.split("."):
-        found = None
-        for child in ast.walk(node) if isinstance(node, ast.Module) else node.body:
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and child.name == name:
-                found = child
-                break
-        if found is None:
-            return None
-        node = found
-    return node
+        nodes = [child for node in nodes for child in _definitions(node) if child.name == name]
+    return nodes
 
 
 def of_targets(targets: tuple[str, ...], search: list[str] | None = None) -> tuple[str | None, str]:
@@ -97,8 +112,11 @@ def of_targets(targets: tuple[str, ...], search: list[str] | None = None) -> tup
             return None, module
         if not qualname:
             continue
-        node = find_node(path, qualname)
-        if node is None:
+        try:
+            nodes = find_nodes(path, qualname)
+        except (SyntaxError, ValueError) as error:  # newer syntax than this Python's, or not text
+            return None, f"{target} ({type(error).__name__} in {path})"
+        if not nodes:
             return None, target
-        digests.append(of_node(node))
+        digests += map(of_node, nodes)
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:_HASH_LENGTH], ""

@@ -84,7 +84,8 @@ def bubble(windows: Iterable[dict], rollouter_paused_s: float = 0.0) -> dict[str
     if total <= 0:
         return {"bubble_rate": 0.0, "paused": 0.0, "starved": 0.0, "tail": 0.0, "sync": 0.0}
     idle = sum(w["idle"] for w in windows)
-    capacity = sum(w["capacity"] for w in windows)
+    # The windows of one replica follow each other: over the wall time, this is the capacity of all replicas together.
+    capacity = total / (max(w["start"] + w["seconds"] for w in windows) - min(w["start"] for w in windows))
     paused = min(idle, rollouter_paused_s * capacity)
     causes = {"paused": paused, "starved": idle - paused, "tail": sum(w["tail"] for w in windows),
               "sync": sum(w["sync"] for w in windows)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-RUNNING, FINISHED, PRUNED = "running", "finished", "pruned"
+RUNNING, FINISHED, PRUNED, FAILED = "running", "finished", "pruned", "failed"
 
 
 class GroupCollision(ValueError):
@@ -42,7 +42,7 @@ class GroupCoordinator:
         return member
 
     def leave(self, group_id: str, member: int, outcome: str) -> list[int]:
-        """A member ended as finished or pruned; returns the members that should be finished now."""
+        """A member ended as finished, pruned or failed; returns the members that should be finished now."""
         group = self.groups[group_id]
         if group.members[member] != RUNNING:
             raise ValueError(f"member {member} of {group_id} ended twice")

@@ -8,12 +8,14 @@ ceil(k / tokens_per_step) steps from now: the wheel is asked once a step and tou
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from esgrpo.config import Repetition, Segment
 
 CONTINUE, PRUNE, YIELD = "continue", "prune", "yield"
+ASKED_GROUPS_KEPT = 4096  # a finish may overtake the attempt that it is for; groups are short-lived
 UNKNOWN_VERSION = -1  # tokens made before the first weight sync told the engine its version
 
 
@@ -53,19 +55,24 @@ def repeats(tokens: Sequence[int], rule: Repetition) -> bool:
 
     The rule of vLLM's RepetitionDetectionParams (vllm.v1.core.sched.utils.check_sequence_repetition), which looks at
     every token; here it is asked every `check_interval` tokens. Only distances at which the last token stood before
-    can be periods, and a candidate is verified by one slice comparison.
+    can be periods: they are found by list.index, and each is verified by one slice comparison.
     """
     length = len(tokens)
     longest = min(rule.max_pattern_size, length // rule.min_count)
     if longest < rule.min_pattern_size:
         return False
-    tail = list(tokens[length - longest * rule.min_count:])
-    last = tail[-1]
-    for period in range(rule.min_pattern_size, longest + 1):
-        if tail[-1 - period] == last:
-            span = period * rule.min_count
-            if tail[-span + period:] == tail[-span:-period]:
-                return True
+    last = tokens[-1]
+    before = list(tokens[length - 1 - longest:length - 1])
+    before.reverse()  # before[i] stands i + 1 tokens before the last one
+    period = rule.min_pattern_size - 1
+    for _ in range(before.count(last)):
+        try:
+            period = before.index(last, period) + 1
+        except ValueError:  # the others are nearer than min_pattern_size
+            return False
+        span = period * rule.min_count
+        if tokens[length - span + period:] == tokens[length - span:length - period]:
+            return True
     return False
 
 
@@ -103,6 +110,7 @@ class SegmentBook:
         self.tracked: dict[Hashable, Tracked] = {}
         self.pending: dict[Hashable, str] = {}  # finish at the next step: key -> rule
         self._groups: dict[str, set[Hashable]] = {}
+        self._asked: OrderedDict[str, dict[int, str]] = OrderedDict()  # group -> member -> rule
         self._wheel = BoundaryWheel(tokens_per_step)
         self._decides = settings.enable
 
@@ -113,6 +121,9 @@ class SegmentBook:
                        next_multiple(done_before, repetition.check_interval) if repetition.enable else None)
         self.tracked[key] = item
         self._groups.setdefault(group, set()).add(key)
+        rule = self._asked.get(group, {}).get(member)
+        if rule is not None:
+            self.pending[key] = rule
         if self._decides:
             self._wheel.schedule(key, self.step, self._tokens_to_look(item, 0))
 
@@ -145,7 +156,15 @@ class SegmentBook:
         return decision
 
     def ask_finish(self, group: str, members: Sequence[int] | None, rule: str) -> int:
-        """Finish these members of a group (None: all) at the next step; returns how many are here."""
+        """Finish these members of a group (None: all that are here) at the next step; returns how many are here.
+
+        A member that is between two attempts, or whose attempt is still on its way to this engine, is finished when
+        it arrives.
+        """
+        if members is not None:
+            self._asked.setdefault(group, {}).update(dict.fromkeys(members, rule))
+            while len(self._asked) > ASKED_GROUPS_KEPT:
+                self._asked.popitem(last=False)
         found = 0
         for key in self._groups.get(group, ()):
             if members is None or self.tracked[key].member in members:

@@ -16,6 +16,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.trained_rows",
     "verl.loss_context",
     "verl.policy_losses",
+    "verl.metric_prefix",
     "verl.grpo_segment",
     "vllm.scheduler",
     "vllm.engine_core",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from esgrpo.config import PREFIX, Segment
 from esgrpo.errors import ConfigError
 
@@ -10,6 +12,13 @@ STOPS = "the run does not start"
 
 def _refuse(key: str, found, wanted: str, todo: str):
     raise ConfigError(key, f"{found!r}", wanted, STOPS, todo)
+
+
+def check_model_path(path: str) -> None:
+    """A local path that is not there ends in three tracebacks of transformers; a hub name is left to it."""
+    local = path.startswith(("/", "./", "../", "~"))
+    if local and not os.path.isdir(os.path.expanduser(path)):
+        _refuse("actor_rollout_ref.model.path", path, "a directory with a model", "correct the path")
 
 
 def adjust(config, segment: Segment, features: frozenset[str]):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
+import sysconfig
 
 from esgrpo.engine import Hook, Release
 
@@ -44,18 +46,26 @@ def prepare(config) -> None:
     from esgrpo import engine
 
     rollout = config.actor_rollout_ref.rollout
-    raw = OmegaConf.to_container(rollout.segment, resolve=True) if rollout.get("segment") is not None else {}
+    raw = rollout.get("segment")
+    raw = OmegaConf.to_container(raw, resolve=True) if OmegaConf.is_config(raw) else raw
     segment = settings.parse(raw, config.data.max_response_length)
     loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     features = settings.features(segment, loss_mode)
     _adjust(config, segment, features)
     os.environ[settings.ENV_SEGMENT] = settings.to_json(segment)
     os.environ[settings.ENV_FEATURES] = ",".join(sorted(features))
-    os.environ["ESGRPO_DEVICES"] = str(_devices(config))
+    os.environ[settings.ENV_FACTS] = json.dumps(_facts(config))
     os.environ.setdefault("ESGRPO_RUN_DIR", os.path.abspath(config.trainer.default_local_dir))
     _reach_every_worker(config)
     engine.refresh()
-    missing = engine.not_in_place(engine.states("driver"))
+    rows = engine.states("driver")
+    state = next(row for row in rows if row["slug"] == "worker-handshake")["state"]
+    if features and state not in (engine.State.APPLIED.value, engine.State.DISABLED.value) and engine.strict():
+        raise engine.HookError("worker-handshake", f"{state}: this main is not verl's fully-async one",
+                               "python -m verl.experimental.fully_async_policy.fully_async_main",
+                               "nothing would confirm the hooks of the workers, the run does not start",
+                               "use that main, drop segment.* and the loss, or set ESGRPO_STRICT=0")
+    missing = engine.not_in_place(rows)
     if missing and engine.strict():
         row = missing[0]
         raise engine.HookError(row["slug"], f"{row['state']} in the driver: {row['detail']}", "APPLIED",
@@ -63,17 +73,22 @@ def prepare(config) -> None:
     print(engine.boot_line() + f"; features: {', '.join(sorted(features)) or 'none'}", file=sys.stderr, flush=True)
 
 
-def _devices(config) -> int:
-    """Accelerators of the run: trainer plus standalone rollout."""
-    rollout = config.get("rollout")  # the fully-async trainer's own group
+def _facts(config) -> dict:
+    """Accelerators (trainer plus standalone rollout) and optimiser steps between two weight syncs."""
+    rollout, fully_async = config.get("rollout"), config.get("async_training")
     standalone = rollout.nnodes * rollout.n_gpus_per_node if rollout is not None else 0
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node + standalone
+    steps = config.actor_rollout_ref.actor.ppo_epochs
+    if fully_async is not None:
+        steps *= fully_async.require_batches * fully_async.trigger_parameter_sync_step
+    return {"devices": config.trainer.nnodes * config.trainer.n_gpus_per_node + standalone,
+            "optimizer_steps_per_version": steps}
 
 
 def _adjust(config, segment, features) -> None:
     """Settings of verl that a feature implies or forbids; every change is said."""
-    from esgrpo.hooks.verl.config_rules import adjust
+    from esgrpo.hooks.verl.config_rules import adjust, check_model_path
 
+    check_model_path(config.actor_rollout_ref.model.path)
     for line in adjust(config, segment, features):
         print(f"esgrpo: {line}", file=sys.stderr, flush=True)
 
@@ -88,13 +103,15 @@ def _reach_every_worker(config) -> None:
     given = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     overlay = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     python_path = given.get("PYTHONPATH")
-    installed = os.path.exists(os.path.join(overlay, "esgrpo.pth"))
-    if python_path is not None and not installed and overlay not in python_path.split(os.pathsep):
+    places = (overlay, sysconfig.get_path("purelib"))  # an editable install has its .pth in site-packages only
+    installed = any(os.path.exists(os.path.join(place, "esgrpo.pth")) for place in places)
+    if (python_path is not None and not installed
+            and overlay not in map(os.path.abspath, python_path.split(os.pathsep))):
         raise HookError("ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH", python_path, f"a path with {overlay}",
                         "the overlay would be lost in every Ray worker, the run does not start",
                         "append it there, or pip install esgrpo")
-    names = ("ESGRPO_DEVICES", "ESGRPO_ENABLE", "ESGRPO_PREFIX", "ESGRPO_DISABLE", "ESGRPO_STRICT", "ESGRPO_RUN_DIR", "VERL_PLATFORM",
-             settings.ENV_SEGMENT, settings.ENV_FEATURES)
+    names = ("ESGRPO_ENABLE", "ESGRPO_PREFIX", "ESGRPO_DISABLE", "ESGRPO_STRICT", "ESGRPO_RUN_DIR", "VERL_PLATFORM",
+             settings.ENV_SEGMENT, settings.ENV_FEATURES, settings.ENV_FACTS)
     ours = {name: os.environ[name] for name in names if name in os.environ}
     with open_dict(config):
         OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", {**ours, **dict(given)}, force_add=True)

@@ -49,7 +49,7 @@ def coordinator_of(worker):
 
 
 async def run_member(original, worker, group: str, args, kwargs):
-    from esgrpo.algo.grouping import FINISHED, PRUNED, GroupCollision
+    from esgrpo.algo.grouping import FAILED, FINISHED, PRUNED, GroupCollision
     from esgrpo.errors import EsgrpoError
     from esgrpo.hooks.verl import attempts
     from esgrpo.hooks.verl.records import write
@@ -64,7 +64,7 @@ async def run_member(original, worker, group: str, args, kwargs):
     member = attempts.Member(group, number)
     worker.esgrpo_members[group, number] = member
     token = attempts.current.set(member)
-    outcome = FINISHED
+    outcome = FAILED
     try:
         output = await original(worker, *args, **kwargs)
         outcome = PRUNED if member.outcome == "prune" else FINISHED
@@ -74,6 +74,8 @@ async def run_member(original, worker, group: str, args, kwargs):
         ask = coordinator.leave(group, number, outcome)
     if ask:
         await finish_members(worker, group, ask, "group")
+    if member.spans and member.spans[0][0] >= 0:  # verl's range starts with the version at the end of an attempt
+        output.extra_fields["min_global_steps"] = member.spans[0][0]
     summary = member.summary()
     output.extra_fields["esgrpo"] = summary
     write("responses", {**summary, "score": output.reward_score})

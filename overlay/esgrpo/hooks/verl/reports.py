@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 
 from esgrpo import engine
 from esgrpo.errors import HookError
@@ -81,29 +82,37 @@ def _write(reports: list[dict]) -> None:
 
 
 def _check(reports: list[dict]) -> None:
-    missing = [(r, row) for r in reports for row in engine.not_in_place(r["hooks"])]
-    servers = sum(r["process"] == "vllm-server" for r in reports)
-    cores = sum(r["process"] == "engine-core" for r in reports)
-    counts = {}
-    for report in reports:
-        for row in report["hooks"]:
-            counts[row["state"]] = counts.get(row["state"], 0) + 1
-    summary = ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))
+    counts = Counter(row["state"] for report in reports for row in report["hooks"])
+    summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     print(f"esgrpo: handshake: {len(reports)} processes, {summary}", file=sys.stderr, flush=True)
+    error = find_problem(reports)
+    if error is not None and engine.strict():
+        raise error
+    if error is not None:
+        print(error, file=sys.stderr, flush=True)
+
+
+def find_problem(reports: list[dict]) -> HookError | None:
+    """The first reason not to start, or None. The first report is the task runner's own: the others must agree."""
+    ours = reports[0]
+    for report in reports:
+        where = f"{report['process']} {report['host']}:{report['pid']}"
+        if (report["segment"], report["overlay_version"]) != (ours["segment"], ours["overlay_version"]):
+            return HookError("handshake", f"{where} runs esgrpo {report['overlay_version']} with "
+                             f"segment {report['segment'] or 'unset'}",
+                             f"esgrpo {ours['overlay_version']} with segment {ours['segment'] or 'unset'}",
+                             "processes would decide differently, the run stops before the first rollout",
+                             "install the same esgrpo on every node and let runtime_env pass ESGRPO_*")
+    missing = [(report, row) for report in reports for row in engine.not_in_place(report["hooks"])]
     if missing:
         report, row = missing[0]
-        error = HookError(row["slug"], f"{row['state']} in {report['process']} {report['host']}:{report['pid']}: "
-                          f"{row['detail']}" + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""),
-                          "APPLIED", "strict mode stops here, before the first rollout",
-                          f"esgrpo status {os.environ.get('ESGRPO_RUN_DIR', '.')} lists all; "
-                          f"ESGRPO_DISABLE={row['slug']} or ESGRPO_STRICT=0 goes on")
-    elif cores < servers:
-        error = HookError("engine-core-utilities", f"{cores} EngineCore reports", f"one per server, {servers}",
-                          "the scheduler hook cannot be confirmed", "see the states of the vllm-server processes")
-    else:
-        return
-    if engine.strict():
-        raise error
-    print(error, file=sys.stderr, flush=True)
-
-
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        return HookError(row["slug"], f"{row['state']} in {report['process']} {report['host']}:{report['pid']}: "
+                         f"{row['detail']}{more}", "APPLIED", "strict mode stops here, before the first rollout",
+                         f"esgrpo status {os.environ.get('ESGRPO_RUN_DIR', '.')} lists all; "
+                         f"ESGRPO_DISABLE={row['slug']} or ESGRPO_STRICT=0 goes on")
+    servers, cores = (sum(r["process"] == kind for r in reports) for kind in ("vllm-server", "engine-core"))
+    if cores < servers:
+        return HookError("engine-core-utilities", f"{cores} EngineCore reports", f"one per server, {servers}",
+                         "the scheduler hook cannot be confirmed", "see the states of the vllm-server processes")
+    return None

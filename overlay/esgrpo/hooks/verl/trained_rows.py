@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 
 from esgrpo.engine import Hook, Release
@@ -30,8 +29,8 @@ def build(original):
     def compute_data_metrics(*args, **kwargs):
         import inspect
 
-        from esgrpo.hooks.verl.trained_rows import metrics, rows_of
         from esgrpo.hooks.verl.records import write
+        from esgrpo.hooks.verl.trained_rows import metrics, rows_of
 
         result = original(*args, **kwargs)
         batch = inspect.signature(original).bind(*args, **kwargs).arguments["batch"]
@@ -48,21 +47,22 @@ def build(original):
 def rows_of(batch) -> list[dict]:
     """One plain dict per row: what it cost, whether it was pruned, and whether it carries gradient."""
     from esgrpo import config
+    from esgrpo.losses import correct_rows
 
     mask = batch.batch["response_mask"].bool()
     gradient = ((batch.batch["advantages"] != 0) & mask).any(dim=-1).tolist()
     scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()
-    threshold = config.current().success_threshold
-    accuracies = batch.non_tensor_batch.get("acc")
+    correct = correct_rows(batch.batch["token_level_scores"].sum(dim=-1), config.current().success_threshold,
+                           batch.non_tensor_batch.get("acc")).tolist()
     rows = []
     for index, summary in enumerate(batch.non_tensor_batch["esgrpo"]):
-        correct = scores[index] >= threshold if accuracies is None else bool(accuracies[index])
-        rows.append({**summary, "score": scores[index], "correct": correct, "trained": True,
+        rows.append({**summary, "score": scores[index], "correct": correct[index], "trained": True,
                      "pruned": not bool(mask[index].any()), "gradient": gradient[index]})
     return rows
 
 
 def metrics(rows: list[dict]) -> dict[str, float]:
+    from esgrpo import config, engine
     from esgrpo.algo.accounting import quantile, token_balance
 
     global _started
@@ -71,13 +71,15 @@ def metrics(rows: list[dict]) -> dict[str, float]:
     balance = token_balance(rows)
     spans = [len(row["spans"]) for row in rows]
     times = [row["ended"] - row["started"] for row in rows]
-    devices = int(os.environ.get("ESGRPO_DEVICES", "1"))
+    facts = config.facts()
+    pois = {"esgrpo/pois/optimizer_steps_per_version": facts["optimizer_steps_per_version"]}
     return {
+        **(pois if "pois" in engine.active_features() else {}),
         "esgrpo/prune/rate": sum(row["pruned"] for row in rows) / len(rows),
         "esgrpo/waste/pruned": balance["pruned"],
         "esgrpo/waste/zero_variance": balance["zero_variance"],
         "esgrpo/waste/reprefill": balance["reprefill"],
-        "esgrpo/effective_token_throughput": balance["trained"] / (seconds * devices) if seconds > 0 else 0.0,
+        "esgrpo/effective_token_throughput": balance["trained"] / (seconds * facts["devices"]) if seconds > 0 else 0.0,
         "esgrpo/tail_ratio": quantile(times, 0.99) / max(quantile(times, 0.5), 1e-9),
         "esgrpo/version_span/mean": sum(spans) / len(spans),
         "esgrpo/version_span/max": max(spans),

@@ -12,32 +12,50 @@ class LogprobSums:
         self._order: list[str] = []
         self._sums = np.zeros(0)
         self._parked: dict[str, float] = {}  # preempted: in no batch now, may come back
+        self._late: dict[str, int] = {}  # ended: scheduled tokens whose rows are still to come
 
-    def add(self, output, alive) -> int:
-        """Add one ModelRunnerOutput; returns the number of sampled tokens in it.
+    def add(self, output, scheduled, alive) -> int:
+        """Add one ModelRunnerOutput; returns the number of tokens in it that reach a response.
 
-        `alive` holds the ids of requests that still exist: under async scheduling a request that has ended may have
-        one more row in flight, which must not stay behind.
+        `scheduled` maps ids to the tokens that were scheduled in this step, `alive` holds the ids of requests that
+        still exist: a request that has ended may have one more row in flight, which must not stay behind.
         """
         sampled = output.sampled_token_ids
         if not sampled:
             return 0
-        counts = np.fromiter(map(len, sampled), dtype=np.int64, count=len(sampled))
-        total = int(counts.sum())
+        total = sum(map(len, sampled))
+        reached = total - self._too_late(output, scheduled) if self._late else total
         logprobs = output.logprobs
         if logprobs is None:
-            return total
+            return reached
         if output.req_ids != self._order:
             self._reorder(list(output.req_ids), alive)
         rows = np.asarray(logprobs.logprobs)[:, 0]  # column 0 is the sampled token
         starts = logprobs.cu_num_generated_tokens
-        if starts is None and total == len(counts) == len(rows):
+        if starts is None and total == len(sampled) == len(rows):  # without starts nobody has more than one
             self._sums += rows
         else:  # speculative decoding, or prefill chunks that sampled nothing
+            counts = np.fromiter(map(len, sampled), dtype=np.int64, count=len(sampled))
             starts = np.arange(len(counts)) if starts is None else np.asarray(starts[:len(counts)])
-            running = np.concatenate(([0.0], np.cumsum(rows, dtype=np.float64)))
-            self._sums += running[starts + counts] - running[starts]
-        return total
+            owner = np.repeat(np.arange(len(counts)), counts)  # only sampled rows: others may hold -inf or nan
+            row = np.arange(total) + (starts - np.cumsum(counts) + counts)[owner]
+            self._sums += np.bincount(owner, weights=rows[row], minlength=len(counts))
+        return reached
+
+    def ended(self, key: str, in_flight: int) -> None:
+        """Upstream drops what the worker still samples for an ended request: `in_flight` scheduled tokens."""
+        if in_flight > 0:
+            self._late[key] = in_flight
+
+    def _too_late(self, output, scheduled) -> int:
+        """Tokens of this output that belong to requests that have ended."""
+        tokens = 0
+        for key in [key for key in self._late if key in scheduled]:
+            self._late[key] -= scheduled[key]
+            if self._late[key] <= 0:
+                del self._late[key]
+            tokens += len(output.sampled_token_ids[output.req_id_to_index[key]])
+        return tokens
 
     def _reorder(self, order: list[str], alive) -> None:
         known = {**self._parked, **dict(zip(self._order, self._sums.tolist(), strict=True))}

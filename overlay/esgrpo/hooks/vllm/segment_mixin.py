@@ -28,9 +28,13 @@ class SegmentMixin:
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         from esgrpo import config
+
+        self._segment_start(config.current())
+
+    def _segment_start(self, settings) -> None:
+        """Begin with an empty book; nothing may be tracked. The benchmarks change arms with it."""
         from esgrpo.hooks.vllm.logprob_sums import LogprobSums
 
-        settings = config.current()
         tokens_per_step = 1 + (getattr(self, "num_spec_tokens", 0) or 0)
         self.segment_book = SegmentBook(settings, tokens_per_step)
         self.segment_logprobs = LogprobSums()
@@ -56,7 +60,7 @@ class SegmentMixin:
     def update_from_output(self, scheduler_output, model_runner_output):
         # Before upstream frees what ends in this step, so that the last token is in the sum.
         self.segment_occupancy.window.tokens += self.segment_logprobs.add(
-            model_runner_output, self.requests)
+            model_runner_output, scheduler_output.num_scheduled_tokens, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         book = self.segment_book
         due = book.advance()
@@ -102,6 +106,9 @@ class SegmentMixin:
         output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD: payload}
 
     def _free_request(self, request, *args, **kwargs):
+        # vLLM < 0.28 counts what is in flight as placeholders, and only under async scheduling.
+        in_flight = getattr(request, "num_in_flight_tokens", request.num_output_placeholders)
+        self.segment_logprobs.ended(request.request_id, in_flight)
         freed = super()._free_request(request, *args, **kwargs)
         payload = self._segment_payload(request, "finish", "")
         if payload is None:

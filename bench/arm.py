@@ -1,0 +1,168 @@
+"""Runs one arm of a comparison: verl's own main under the overlay, watched, stopped at its budget, cleaned up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench import cpu_stack
+
+READY = "All components initialized successfully"
+MARKER = "ESGRPO_ARM_ID"  # in the environment of every process of an arm, so that only ours are ever ended
+PROGRESS_PERIOD_S = 5.0
+TERM_GRACE_S = 10.0
+STARTUP_LIMIT_S = 900.0
+
+
+@dataclass
+class Arm:
+    """What is known of a run. Times are seconds since the epoch; metrics are verl's own lines with arrival time."""
+
+    name: str
+    run_dir: Path
+    started: float = 0.0
+    ready: float | None = None
+    ended: float = 0.0
+    return_code: int | None = None
+    stopped_at_budget: bool = False
+    metrics: list[dict] = field(default_factory=list)
+
+    def last(self, key: str):
+        return next((m["data"][key] for m in reversed(self.metrics) if key in m["data"]), None)
+
+    @property
+    def steps(self) -> int:
+        return int(self.last("training/global_step") or 0)
+
+
+def processes_of(marker: str) -> list[int]:
+    """Pids whose environment carries this marker."""
+    wanted = f"{MARKER}={marker}".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                environment = Path("/proc", entry, "environ").read_bytes()
+            except OSError:
+                continue
+            if wanted in environment.split(b"\0"):
+                found.append(int(entry))
+    return found
+
+
+def _signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def end_processes(marker: str) -> None:
+    """Ask, wait, insist: afterwards no process of the arm is left."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + TERM_GRACE_S
+        _signal_all(processes_of(marker), number)
+        while time.monotonic() < deadline:
+            if not processes_of(marker):
+                return
+            time.sleep(0.2)
+
+
+def _error_lines(log: Path) -> str:
+    """The last line that names an error, without Ray's colours and prefixes."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
+    lines = [line for line in text.splitlines() if re.search(r"(Error|Exception)\b.*:|^esgrpo: ", line)]
+    return lines[-1].strip() if lines else f"see {log}"
+
+
+class _Tail:
+    """Complete new lines of a growing file."""
+
+    def __init__(self, path: Path):
+        self.path, self.position, self.rest = path, 0, ""
+
+    def lines(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        with open(self.path, encoding="utf-8", errors="replace") as file:
+            file.seek(self.position)
+            text = self.rest + file.read()
+            self.position = file.tell()
+        *lines, self.rest = text.split("\n")
+        return lines
+
+
+def _progress(arm: Arm, budget_s: float | None) -> str:
+    now = time.time()
+    if arm.ready is None:
+        return f"{arm.name}: starting, {now - arm.started:.0f} s (verl imports in about ten processes)"
+    limit = f"/{budget_s:.0f}" if budget_s else ""
+    reward = arm.last("critic/score/mean")
+    reward = "" if reward is None else f", training reward {reward:.2f}"
+    return f"{arm.name}: {now - arm.ready:.0f}{limit} s, optimiser step {arm.steps}{reward}"
+
+
+def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget_s: float | None = None,
+        main: str = cpu_stack.FULLY_ASYNC, environment: dict[str, str] | None = None, say=print) -> Arm:
+    """Run an arm to its end, or for `budget_s` seconds after it is ready.
+
+    Raises RuntimeError with the cause when it ends with an error; nothing of it is left running in any case.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    marker = uuid.uuid4().hex
+    log, metrics = run_dir / "log.txt", run_dir / "metrics.jsonl"
+    variables = {**cpu_stack.environment(str(overlay)), **(environment or {}), MARKER: marker,
+                 "VERL_FILE_LOGGER_PATH": str(metrics), "ESGRPO_RUN_DIR": str(run_dir)}
+    arm = Arm(name, run_dir, started=time.time())
+    with open(log, "wb") as output:
+        process = subprocess.Popen(cpu_stack.command(main, overrides), env=variables, stdout=output,
+                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                                   cwd=run_dir)
+        try:
+            _watch(arm, process, _Tail(log), _Tail(metrics), budget_s, say)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(TERM_GRACE_S)
+                except subprocess.TimeoutExpired:
+                    pass
+            end_processes(marker)
+            process.wait()
+            arm.ended, arm.return_code = time.time(), process.returncode
+    (run_dir / "arm.json").write_text(json.dumps({
+        "name": name, "started": arm.started, "ready": arm.ready, "ended": arm.ended, "budget_s": budget_s,
+        "return_code": arm.return_code, "stopped_at_budget": arm.stopped_at_budget, "overrides": overrides}, indent=1))
+    with open(run_dir / "metrics-timed.jsonl", "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in arm.metrics)
+    if arm.return_code != 0 and not arm.stopped_at_budget:
+        raise RuntimeError(f"{name}: exit code {arm.return_code}: {_error_lines(log)} (log: {log})")
+    return arm
+
+
+def _watch(arm: Arm, process, log: _Tail, metrics: _Tail, budget_s: float | None, say) -> None:
+    next_progress = 0.0
+    while True:
+        ended = process.poll() is not None
+        if arm.ready is None and any(READY in line for line in log.lines()):
+            arm.ready = time.time()
+        arm.metrics += [{"time": time.time(), **json.loads(line)} for line in metrics.lines() if line]
+        if ended:
+            return
+        if time.monotonic() >= next_progress:
+            say(_progress(arm, budget_s))
+            next_progress = time.monotonic() + PROGRESS_PERIOD_S
+        if arm.ready is None and time.time() - arm.started > STARTUP_LIMIT_S:
+            raise RuntimeError(f"{arm.name}: not ready after {STARTUP_LIMIT_S:.0f} s (log: {log.path})")
+        if budget_s and arm.ready and time.time() - arm.ready >= budget_s:
+            arm.stopped_at_budget = True
+            return
+        time.sleep(0.5)

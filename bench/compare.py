@@ -1,0 +1,147 @@
+"""Reads the records of finished arms and computes the numbers of a comparison. Standard library only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from esgrpo.algo.accounting import bubble, quantile, token_balance
+from esgrpo.hooks.verl.records import read
+
+TARGET_GAIN = 0.1
+HOLD = 2  # evaluations in a row
+QUEUE_ORDER_MARGIN_S = 2.0  # between the end of a group's last response and its place in the queue
+
+
+@dataclass
+class Result:
+    """One arm within its budget. Rates are per second of budget; tokens are response tokens."""
+
+    name: str
+    seconds: float
+    evaluations: list[tuple[float, float]]  # (seconds since ready, held-out reward)
+    target: float
+    time_to_target: float | None
+    steps: int
+    responses: int
+    bubble: dict[str, float]
+    balance: dict[str, int]
+    decoded: int
+    effective_per_s: float
+    tail_ratio: float
+    lengths: list[int]
+    timeline: list[tuple[float, int]]
+    states: dict[str, int]
+    pruned: int
+    partial: int
+
+
+def time_to_target(evaluations: list[tuple[float, float]], target: float) -> float | None:
+    """Seconds of the first of `HOLD` consecutive evaluations at or above the target."""
+    for index in range(len(evaluations) - HOLD + 1):
+        if all(reward >= target for _, reward in evaluations[index:index + HOLD]):
+            return evaluations[index][0]
+    return None
+
+
+def _evaluations(metrics: list[dict], ready: float) -> list[tuple[float, float]]:
+    found = []
+    for row in metrics:
+        values = [v for k, v in row["data"].items() if k.startswith("val-core/") and "/mean@" in k]
+        if values:
+            found.append((row["time"] - ready, sum(values) / len(values)))
+    return found
+
+
+def _windows(rows: list[dict]) -> dict[str, float]:
+    """Bubble over all windows; the rollouter's pause is one number per version, repeated for each replica."""
+    paused = {row["version"]: row["rollouter_paused"] for row in rows}
+    replicas = max(1, len(rows) // max(1, len(paused)))
+    rates = bubble(rows, 0.0)
+    total = sum(w["capacity"] * w["seconds"] for w in rows)
+    idle = sum(w["idle"] for w in rows)
+    capacity = rows[0]["capacity"] if rows else 0
+    held = min(idle, sum(paused.values()) * capacity * replicas)
+    if total:
+        rates["paused"], rates["starved"] = held / total, (idle - held) / total
+    return rates
+
+
+def _settled(rows: list[dict]) -> list[dict]:
+    """Rows whose fate is known. What still runs or queues when the budget ends is neither trained nor wasted.
+
+    The queue is first in, first out: a complete group that is not trained, although a later one is, was dropped.
+    """
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    size = max(map(len, groups.values()), default=0)
+    queued = {group: max(r["ended"] for r in members) for group, members in groups.items()}
+    last = max((queued[g] for g, members in groups.items() if any(r["trained"] for r in members)), default=0.0)
+    return [row for group, members in groups.items() for row in members
+            if row["trained"] or (len(members) == size and queued[group] < last - QUEUE_ORDER_MARGIN_S)]
+
+
+def load(run_dir: Path, devices: int = 2) -> Result:
+    """Everything that ended between ready and the end of the budget."""
+    arm = json.loads((run_dir / "arm.json").read_text())
+    metrics = [json.loads(line) for line in (run_dir / "metrics-timed.jsonl").read_text().splitlines()]
+    ready = arm["ready"]
+    end = ready + arm["budget_s"] if arm["budget_s"] else arm["ended"]
+    trained = {(r["group"], r["member"]): r for r in read(str(run_dir), "trained") if r["time"] <= end}
+    responses = [r for r in read(str(run_dir), "responses") if ready <= r["time"] <= end]
+    rows = [{**r, **trained.get((r["group"], r["member"]), {"trained": False, "gradient": False}),
+             "pruned": r["outcome"] == "prune"} for r in responses]
+    settled = _settled(rows)
+    balance = token_balance(settled)
+    windows = [w for w in read(str(run_dir), "windows") if ready < w["start"] + w["seconds"] <= end]
+    evaluations = [e for e in _evaluations(metrics, ready) if e[0] <= end - ready]
+    start = evaluations[0][1] if evaluations else 0.0
+    target = start + TARGET_GAIN
+    states: dict[str, int] = {}
+    for report in json.loads((run_dir / "esgrpo" / "hooks.json").read_text()):
+        for hook in report["hooks"]:
+            states[hook["state"]] = states.get(hook["state"], 0) + 1
+    times = [r["ended"] - r["started"] for r in responses] or [0.0]
+    steps = max([int(m["data"]["training/global_step"]) for m in metrics
+                 if "training/global_step" in m["data"] and m["time"] <= end], default=0)
+    return Result(
+        name=arm["name"], seconds=end - ready, evaluations=evaluations, target=target,
+        time_to_target=time_to_target(evaluations[1:], target), steps=steps, responses=len(responses),
+        bubble=_windows(windows), balance=balance, decoded=sum(r["tokens"] for r in responses),
+        effective_per_s=balance["trained"] / ((end - ready) * devices),
+        tail_ratio=quantile(times, 0.99) / max(quantile(times, 0.5), 1e-9),
+        lengths=[r["tokens"] for r in responses],
+        timeline=[(t - ready, n) for w in windows for t, n in w["timeline"]], states=states,
+        pruned=sum(r["pruned"] for r in rows), partial=sum(r["attempts"] > 1 for r in responses))
+
+
+def table(results: list[Result]) -> list[list[str]]:
+    """Rows of text, the first one is the header."""
+    def row(label, value):
+        return [label, *[value(r) for r in results]]
+
+    def share(cause):
+        return lambda r: f"{100 * r.balance[cause] / max(1, r.balance['spent']):.1f} % ({r.balance[cause]})"
+
+    lengths = [sorted(r.lengths) or [0] for r in results]
+    return [
+        ["", *[r.name for r in results]],
+        row("held-out reward, start", lambda r: f"{r.evaluations[0][1]:.3f}" if r.evaluations else "none"),
+        row("held-out reward, last", lambda r: f"{r.evaluations[-1][1]:.3f}" if r.evaluations else "none"),
+        row("held-out reward, best", lambda r: f"{max(e[1] for e in r.evaluations):.3f}" if r.evaluations else "none"),
+        row("time to target", lambda r: f"{r.time_to_target:.0f} s (>= {r.target:.3f})" if r.time_to_target is not None
+            else f"not reached (>= {r.target:.3f})"),
+        row("optimiser steps", lambda r: str(r.steps)),
+        row("responses", lambda r: f"{r.responses} ({r.pruned} pruned, {r.partial} partial)"),
+        row("bubble rate", lambda r: f"{r.bubble['bubble_rate']:.3f}"),
+        *[row(f"  {cause}", lambda r, cause=cause: f"{r.bubble[cause]:.3f}")
+          for cause in ("paused", "starved", "tail", "sync")],
+        row("decoded tokens/s", lambda r: f"{r.decoded / r.seconds:.0f}"),
+        row("effective tokens/s per device", lambda r: f"{r.effective_per_s:.1f}"),
+        *[row(f"wasted: {cause}", share(cause)) for cause in ("pruned", "zero_variance", "stale", "reprefill")],
+        row("tail ratio (P99/P50 time)", lambda r: f"{r.tail_ratio:.1f}"),
+        ["response length P50 / P99", *[f"{quantile(x, 0.5):.0f} / {quantile(x, 0.99):.0f}" for x in lengths]],
+        row("hook states", lambda r: ", ".join(f"{n} {state}" for state, n in sorted(r.states.items()))),
+    ]

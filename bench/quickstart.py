@@ -1,0 +1,124 @@
+"""Plain fully-async GRPO, then the same with segments, pruning of repetition loops and POIS; a table, a PNG, a page.
+
+Called by bench/quickstart.sh, which prepares the environment. A single-seed demo, not a benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from bench import arm, compare, cpu_stack
+from bench.testbed import make_data
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTBED = ROOT / "bench" / "testbed"
+TASK = "search"
+MINIMUM_STEPS = 30
+SEGMENT = "+actor_rollout_ref.rollout.segment"
+TRAINING_PROMPTS = 2048
+VALIDATION_PROMPTS = 128
+
+PLAIN = [f"{SEGMENT}.observe=True"]
+OVERLAY = [
+    f"{SEGMENT}.enable=True",
+    f"{SEGMENT}.segment_length=64",
+    f"{SEGMENT}.prune.repetition.enable=True",
+    f"{SEGMENT}.prune.repetition.min_count=6",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
+]
+
+
+def say(text: str) -> None:
+    print(f"esgrpo: {text}", flush=True)
+
+
+def common_overrides(data: Path, seed: int) -> list[str]:
+    return [
+        *cpu_stack.fully_async(str(TESTBED / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
+                               str(TESTBED / "reward.py"), "RUN_DIR"),
+        f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "trainer.val_before_train=True", "trainer.test_freq=5", 'trainer.logger=["console","file"]',
+    ]
+
+
+def print_table(rows: list[list[str]]) -> None:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for index, row in enumerate(rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        if index == 0:
+            print("  ".join("-" * width for width in widths))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench/quickstart.sh", description=__doc__)
+    parser.add_argument("--budget", type=float, default=300.0, help="wall seconds per arm after start-up")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    out = options.out.resolve()
+    data = out / "data"
+    make_data.write(TASK, options.seed, {"train": TRAINING_PROMPTS, "val": VALIDATION_PROMPTS}, data)
+    common = common_overrides(data, options.seed)
+    difference = ["plain:   " + " ".join(PLAIN), "overlay: " + " ".join(OVERLAY)]
+    say("both arms run the same command and the same wall-time budget; they differ in:")
+    print("\n".join("  " + line for line in difference), flush=True)
+    results = []
+    try:
+        for name, own in (("plain", PLAIN), ("overlay", OVERLAY)):
+            run_dir = out / name
+            shutil.rmtree(run_dir, ignore_errors=True)
+            overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common] + own
+            arm.run(name, overrides, run_dir, ROOT / "overlay", budget_s=options.budget, say=say)
+            results.append(compare.load(run_dir))
+    except KeyboardInterrupt:
+        say("interrupted; every process of the run has been ended")
+        return 130
+    except RuntimeError as error:
+        print(f"esgrpo: quickstart: {error}", file=sys.stderr)
+        return 1
+    return report(results, out, options, difference)
+
+
+def report(results, out: Path, options, difference: list[str]) -> int:
+    from bench import page
+
+    rows = compare.table(results)
+    notes = [f"single-seed demo, seed {options.seed}, {options.budget:.0f} s per arm, task '{TASK}', "
+             f"{time.strftime('%Y-%m-%d')}", f"{platform.machine()}, {cpu_model()}, Python {platform.python_version()}",
+             "one trainer and one rollout replica on the CPU; capacity of the bubble rate is max_num_seqs"]
+    print()
+    for note in notes:
+        print(note)
+    print()
+    print_table(rows)
+    page.picture(results, out / "quickstart.png")
+    reports = json.loads((out / "overlay" / "esgrpo" / "hooks.json").read_text())
+    page.page(rows, out / "quickstart.png", reports, notes, difference, out / "quickstart.html")
+    (out / "table.json").write_text(json.dumps({"notes": notes, "difference": difference, "table": rows}, indent=1))
+    print()
+    say(f"picture {out / 'quickstart.png'}, page {out / 'quickstart.html'}, records in {out}")
+    short = [r.name for r in results if r.steps < MINIMUM_STEPS]
+    if short:
+        say(f"fewer than {MINIMUM_STEPS} optimiser steps in: {', '.join(short)}; give a larger --budget")
+        return 1
+    return 0
+
+
+def cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

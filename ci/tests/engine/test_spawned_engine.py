@@ -1,0 +1,172 @@
+"""The overlay in vLLM's real AsyncLLM with its spawned EngineCore, against vLLM without the overlay."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+LEFT = {"counts": [0, 0], "requests": 0, "kv": 0.0}  # nothing runs, waits or holds KV blocks
+
+
+def tokens(run: dict) -> dict[str, list[int]]:
+    return {label: answer["tokens"] for label, answer in run["answers"].items()}
+
+
+def ending(answer: dict) -> tuple:
+    return answer["finish_reason"], answer["stop_reason"], len(answer["tokens"])
+
+
+def assert_empty(probe: dict) -> None:
+    assert {key: probe[key] for key in LEFT} == LEFT
+    if "book" in probe:
+        assert (probe["book"], probe["late"]) == ([0, 0, 0], 0)
+
+
+def every_answer(scenario: dict):
+    for run in scenario.values():
+        if isinstance(run, dict) and "answers" in run:
+            yield from run["answers"].values()
+
+
+@pytest.mark.parametrize("scenario", ["quiet", "prune", "yield"])
+def test_the_mixin_is_in_front_of_the_scheduler(played, scenario):
+    assert played(scenario)["class"] == "SegmentScheduler"
+
+
+def test_hooks_reach_the_spawned_engine_core(played):
+    report = played("quiet")["report"]
+    states = {row["slug"]: row["state"] for row in report["hooks"]}
+    assert report["process"] == "engine-core"
+    assert states["segment-scheduler"] == states["engine-core-utilities"] == "APPLIED"
+    assert [row for row in report["hooks"] if row["needed"] and row["state"] not in ("APPLIED", "NOT_NEEDED")] == []
+
+
+def test_without_the_switch_nothing_is_there(played):
+    bare = played("bare")
+    assert bare["class"] == "Scheduler"
+    assert "has no attribute 'esgrpo_report'" in bare["report"]
+    assert {answer["payload"] for answer in every_answer(bare)} == {None}
+
+
+def test_vllm_equals_itself(played):
+    first, second = played("bare")["sampled"]
+    assert tokens(first) == tokens(second)
+    assert len({tuple(t) for t in tokens(first).values()}) == 8
+
+
+def test_segments_without_a_decision_change_no_token(played):
+    with_segments, alone = played("quiet")["sampled"], played("bare")["sampled"][0]
+    assert tokens(with_segments) == tokens(alone)
+    assert {ending(a) for a in with_segments["answers"].values()} == {("length", None, 40)}
+    # Boundaries were looked at: 16 and 32 of 40 tokens.
+    assert {a["payload"]["boundaries"] for a in with_segments["answers"].values()} == {2}
+
+
+def test_vllm_alone_lets_a_loop_run(played):
+    looping = played("bare")["looping"]["answers"]
+    assert ending(looping["1"]) == ("length", None, 96)
+    assert set(looping["1"]["tokens"]) == {65}
+    assert min(len(set(looping[label]["tokens"])) for label in "023") > 40  # the others do not loop
+
+
+def test_a_loop_is_pruned_at_the_first_look(played):
+    answer = played("prune")["looping"]["answers"]["1"]
+    assert ending(answer) == ("length", "pruned", 32)
+    assert set(answer["tokens"]) == {65}
+    assert len(answer["logprobs"]) == 32
+    assert (answer["payload"]["outcome"], answer["payload"]["rule"]) == ("prune", "repetition")
+
+
+def test_pruning_one_leaves_the_others_alone(played):
+    pruned, alone = tokens(played("prune")["looping"]), tokens(played("bare")["looping"])
+    assert {label: pruned[label] for label in "023"} == {label: alone[label] for label in "023"}
+
+
+def test_a_yield_comes_at_every_boundary(played):
+    for attempts in played("yield")["attempts"].values():
+        assert [ending(a) for a in attempts[:-1]] == [("length", "segment", 16)] * 5
+        assert {(a["payload"]["outcome"], a["payload"]["rule"]) for a in attempts[:-1]} == {("yield", "boundary")}
+        assert ending(attempts[-1]) == ("length", None, 16)  # the budget ends with the sixth: nothing to hand back
+        assert all(len(a["logprobs"]) == 16 for a in attempts)
+
+
+def test_a_yield_counts_tokens_of_earlier_attempts(played):
+    assert ending(played("yield")["unaligned"]) == ("length", "segment", 5)  # 27 before: the boundary is at 32
+
+
+def test_yielded_and_submitted_again_is_the_uninterrupted_response(played):
+    assert played("yield")["carried"] == tokens(played("bare")["greedy"])
+
+
+def test_a_group_is_finished_running_and_waiting(played):
+    run = played("quiet")["finish"]
+    seen, before, found = run["extra"]["seen"], run["extra"]["before"], run["extra"]["found"]
+    assert before["counts"] == [4, 3] and before["book"][0] == 7
+    assert found == [4, 0]  # four members of a; nobody of an unknown group
+    for label in ("a0", "a1"):  # the step after the call is their last
+        assert ending(run["answers"][label]) == ("length", "pruned", seen[label] + 1)
+    for label in ("a2", "a3"):
+        assert ending(run["answers"][label]) == ("length", "pruned", 0)
+    for label in ("b0", "b1", "b2"):
+        assert ending(run["answers"][label]) == ("length", None, 400)
+
+
+def test_one_member_is_finished_in_flight(played):
+    run = played("quiet")["member"]
+    assert run["extra"] == 1  # member 17 is not there
+    reason, stop, count = ending(run["answers"]["2"])
+    assert (reason, stop) == ("length", "pruned") and 5 <= count < 200
+    assert {ending(run["answers"][label]) for label in "013"} == {("length", None, 200)}
+
+
+def test_weight_versions_are_spans_of_tokens(played):
+    run = played("quiet")["versions"]
+    for answer in run["answers"].values():
+        spans = answer["payload"]["spans"]
+        assert [version for version, _ in spans] == [1, 2, 3]
+        assert sum(count for _, count in spans) == len(answer["tokens"]) == 96
+        assert spans[0][1] >= 10 and spans[0][1] + spans[1][1] >= 30
+
+
+def test_windows_count_every_token(played):
+    windows = played("quiet")["versions"]["extra"]
+    spans = [answer["payload"]["spans"] for answer in played("quiet")["versions"]["answers"].values()]
+    assert [window["version"] for window in windows] == [1, 2, 3]
+    for position, window in enumerate(windows):
+        assert window["tokens"] == sum(s[position][1] for s in spans)
+    assert sum(window["tokens"] for window in windows) == 3 * 96
+
+
+@pytest.mark.parametrize("scenario", ["quiet", "prune"])
+def test_logprob_sum_is_the_sum_of_the_logprobs(played, scenario):
+    tracked = [answer for answer in every_answer(played(scenario)) if answer["payload"]]
+    assert tracked
+    for answer in tracked:
+        assert answer["payload"]["logprob_sum"] == pytest.approx(sum(answer["logprobs"]), rel=1e-5, abs=1e-5)
+        assert len(answer["logprobs"]) == len(answer["tokens"])
+
+
+def test_pause_abort_closes_the_book(played):
+    run = played("quiet")["abort"]
+    assert {answer["finish_reason"] for answer in run["answers"].values()} == {"abort"}
+    assert_empty(run["extra"])
+
+
+@pytest.mark.parametrize("way", ["keep", "rebuild"])
+def test_pause_keep_goes_on_where_it_was(played, way):
+    run = played("quiet")[way]
+    extra = run["extra"]
+    assert extra["first"] == extra["second"]
+    assert extra["probe"]["book"][0] == extra["probe"]["requests"] == 4
+    assert tokens(run) == tokens(played("bare")["greedy"])
+
+
+@pytest.mark.parametrize("name", ["bare", "quiet", "prune", "yield"])
+def test_nothing_is_left_behind(played, name):
+    scenario = played(name)
+    probes = [run["after"] for run in scenario.values() if isinstance(run, dict) and "after" in run]
+    probes += [scenario["after"]] if "after" in scenario else []
+    assert probes
+    for probe in probes:
+        assert_empty(probe)

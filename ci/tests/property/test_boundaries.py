@@ -1,0 +1,201 @@
+"""When a response is looked at: the wheel against an oracle that looks at every response at every step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esgrpo.algo.segments import PRUNE, UNKNOWN_VERSION, YIELD, BoundaryWheel, SegmentBook, next_multiple, repeats
+from esgrpo.config import Prune, Repetition, Segment
+
+
+@given(done=st.integers(0, 10**9), length=st.integers(1, 10**6))
+def test_next_multiple_is_the_first_above(done, length):
+    boundary = next_multiple(done, length)
+    assert boundary % length == 0
+    assert boundary - length <= done < boundary
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(-3, 40)), max_size=30), st.integers(1, 5))
+def test_wheel_returns_every_look_once_in_order_and_at_its_step(requests, tokens_per_step):
+    wheel = BoundaryWheel(tokens_per_step)
+    expected = {}
+    for key, (step, tokens_left) in enumerate(requests):
+        wheel.schedule(key, step, tokens_left)
+        expected[key] = step + math.ceil(max(1, tokens_left) / tokens_per_step)
+    assert len(wheel) == len(requests)
+    seen = []
+    for step in range(80):
+        keys = wheel.due(step)
+        assert keys == sorted(keys)  # all were scheduled before: equal steps come first come, first served
+        seen += [(key, step) for key in keys]
+    assert sorted(seen) == sorted(expected.items())
+    assert len(wheel) == 0
+
+
+# A response is a plan: when it starts, what it had before, and how many tokens it gets at each of its steps. Zeros are
+# steps in which it waits, is preempted, or prefills.
+def plans(tokens_per_step):
+    growth = st.integers(0, tokens_per_step) | st.just(tokens_per_step)
+    return st.tuples(st.integers(0, 8), st.integers(0, 60), st.lists(growth, min_size=1, max_size=60))
+
+
+@st.composite
+def workloads(draw, boundary=("soft",)):
+    tokens_per_step = draw(st.integers(1, 4))
+    repetition = Repetition(enable=draw(st.booleans()), check_interval=draw(st.integers(1, 11)), max_pattern_size=3,
+                            min_count=draw(st.integers(2, 4)))
+    settings_ = Segment(enable=True, segment_length=draw(st.integers(2, 13)), boundary=draw(st.sampled_from(boundary)),
+                        prune=Prune(repetition=repetition))
+    return settings_, tokens_per_step, draw(st.lists(plans(tokens_per_step), min_size=1, max_size=6))
+
+
+def crossed(before: int, now: int, length: int) -> bool:
+    """The oracle: a multiple of `length` lies in (before, now]."""
+    return any(total % length == 0 for total in range(before + 1, now + 1))
+
+
+class Replay:
+    """One engine that runs the plans; `events` are what the book found, `oracle` what was really there, per step."""
+
+    def __init__(self, settings_, tokens_per_step, plan_list, make_token=lambda key, index: index):
+        self.settings, self.plans, self.make_token = settings_, plan_list, make_token
+        self.book = SegmentBook(settings_, tokens_per_step)
+        self.tokens = {}
+        self.looks, self.idle_slots, self.event_looks = Counter(), Counter(), Counter()
+        self.events, self.oracle = [], []
+        self.endings = {}
+        self.tokens_per_step = tokens_per_step
+        for step in range(max(start + len(growth) for start, _, growth in plan_list) + 1):
+            self._step(step)
+
+    def _step(self, step):
+        length, interval = self.settings.segment_length, self.settings.prune.repetition.check_interval
+        repetition = self.settings.prune.repetition
+        truth = set()
+        for key, (start, done_before, growth) in enumerate(self.plans):
+            if start == step:
+                self.book.add(key, f"group-{key % 2}", key, done_before)
+                self.tokens[key] = []
+            if key not in self.book.tracked:
+                continue
+            if not start <= step < start + len(growth):
+                self.book.close(key, len(self.tokens[key]))
+                continue
+            tokens, grown = self.tokens[key], growth[step - start]
+            before = done_before + len(tokens)
+            tokens += [self.make_token(key, len(tokens) + i) for i in range(grown)]
+            self.idle_slots[key] += self.tokens_per_step - grown
+            if crossed(before, before + grown, length):
+                truth.add((key, "boundary"))
+            if repetition.enable and crossed(before, before + grown, interval):
+                truth.add((key, "repetition"))
+        found = set()
+        for key in self.book.advance():
+            if key not in self.book.tracked:
+                continue
+            item = self.book.tracked[key]
+            boundaries, repetition_due = item.boundaries, item.next_repetition
+            decision = self.book.look(key, self.tokens[key])
+            events = {(key, "boundary")} if item.boundaries > boundaries else set()
+            events |= {(key, "repetition")} if item.next_repetition != repetition_due else set()
+            self.looks[key] += 1
+            self.event_looks[key] += bool(events)
+            found |= events
+            if decision.outcome in (PRUNE, YIELD):
+                self.endings[key] = decision.outcome, len(self.tokens[key])
+                self.book.close(key, len(self.tokens[key]))
+        self.events.append(found)
+        self.oracle.append(truth)
+
+
+@settings(max_examples=400)
+@given(workloads())
+def test_no_boundary_is_missed_early_or_late(workload):
+    replay = Replay(*workload)
+    assert replay.events == replay.oracle
+
+
+@given(workloads())
+def test_a_look_without_an_event_is_paid_by_a_slot_that_made_no_token(workload):
+    """Looks <= events + token slots that were left empty; nothing depends on how many responses run."""
+    replay = Replay(*workload)
+    for key in replay.tokens:
+        assert replay.event_looks[key] <= replay.looks[key] <= replay.event_looks[key] + replay.idle_slots[key]
+
+
+@given(st.integers(2, 200), st.integers(0, 300), st.integers(1, 6), st.data())
+def test_at_a_steady_pace_looks_per_boundary_are_logarithmic(length, done_before, tokens_per_step, data):
+    """At pace g of k tokens per step, a look leaves at most (1 - g/k) of the way to the boundary."""
+    pace = data.draw(st.integers(1, tokens_per_step))
+    replay = Replay(Segment(enable=True, segment_length=length), tokens_per_step,
+                    [(0, done_before, [pace] * (3 * length // pace + 2))])
+    events = replay.event_looks[0]
+    allowed = 1 if pace == tokens_per_step else 2 + math.ceil(math.log(length) / -math.log(1 - pace / tokens_per_step))
+    assert events >= 2
+    assert replay.looks[0] <= (events + 1) * allowed
+
+
+@given(workloads())
+def test_spans_of_an_undisturbed_response_are_its_tokens(workload):
+    replay = Replay(*workload)
+    for key, item in list(replay.book.tracked.items()):
+        count = len(replay.tokens[key])
+        closed = replay.book.close(key, count)
+        assert closed is item
+        assert closed.spans == ([[UNKNOWN_VERSION, count]] if count else [])
+
+
+@settings(max_examples=300)
+@given(workloads(boundary=("yield",)))
+def test_yield_ends_at_the_first_boundary_unless_the_tail_repeats_before(workload):
+    """Tokens repeat with period 2: the first repetition look with enough of them prunes, else the boundary yields."""
+    settings_, tokens_per_step, plan_list = workload
+    replay = Replay(settings_, tokens_per_step, plan_list, make_token=lambda key, index: index % 2)
+    rule, length = settings_.prune.repetition, settings_.segment_length
+    for key, (_, done_before, growth) in enumerate(plan_list):
+        expected, count = None, 0
+        for grown in growth:
+            before, count = done_before + count, count + grown
+            looked = rule.enable and crossed(before, done_before + count, rule.check_interval)
+            if looked and count >= 2 * rule.min_count:
+                expected = PRUNE, count
+            elif crossed(before, done_before + count, length):
+                expected = YIELD, count
+            if expected:
+                break
+        assert replay.endings.get(key) == expected
+
+
+def brute_force_repeats(tokens, rule) -> bool:
+    """The tail is one pattern, `min_count` times, written down literally."""
+    for size in range(rule.min_pattern_size, rule.max_pattern_size + 1):
+        pattern = tokens[-size:]
+        if len(tokens) >= size * rule.min_count and tokens[-size * rule.min_count:] == pattern * rule.min_count:
+            return True
+    return False
+
+
+def rules():
+    sizes = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(sorted)
+    return st.builds(lambda size, count: Repetition(enable=True, min_pattern_size=size[0], max_pattern_size=size[1],
+                                                    min_count=count), sizes, st.integers(2, 5))
+
+
+def sequences():
+    """Short alphabets, with and without a repeated tail that may be cut or disturbed."""
+    token = st.integers(0, 2)
+    noise = st.lists(token, max_size=24)
+    tails = st.builds(lambda head, pattern, count, cut: head + (pattern * count)[cut:],
+                      noise, st.lists(token, min_size=1, max_size=7), st.integers(1, 7), st.integers(0, 3))
+    return noise | tails
+
+
+@settings(max_examples=1000)
+@given(sequences(), rules())
+def test_repeats_equals_brute_force(tokens, rule):
+    assert repeats(tokens, rule) == brute_force_repeats(tokens, rule)
+    assert repeats(tuple(tokens), rule) == repeats(tokens, rule)

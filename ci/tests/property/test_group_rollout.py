@@ -1,0 +1,295 @@
+"""Whole groups: agent-loop hook, coordinator, hooked client, verl's resuming loop and segment books, without upstreams.
+
+Replicas step in lockstep with the event loop, abort everything at a weight sync or keep it, and carry finishes like
+SegmentMixin does. Token i of a response is i modulo its `alphabet`, so a small alphabet repeats itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from ci.tests.property.rollout_fakes import ResumingClient, TokenOutput
+from esgrpo import config
+from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
+from esgrpo.hooks.verl import group_members
+from esgrpo.hooks.verl.group_rows import mask_pruned
+
+PROMPT = [900]
+BUDGET = 60
+SLACK_STEPS = 8  # engine steps between the wish to finish a member and the replica that hears it
+
+
+@dataclass
+class Running:
+    fields: dict
+    done: int
+    max_tokens: int
+    future: asyncio.Future
+    tokens: list
+
+
+class Replica:
+    """One engine: a segment book and a list of running requests."""
+
+    def __init__(self, world):
+        self.world, self.running, self.asks = world, {}, []
+        self.book = SegmentBook(world.settings)
+        self.esgrpo_finish_group = SimpleNamespace(remote=self._finish_group)
+
+    async def _finish_group(self, group, members, rule):
+        self.asks += [(group, member) for member in members]
+        return self.book.ask_finish(group, members, rule)
+
+    async def generate(self, prompt_ids, parameters):
+        for _ in range(self.world.transit):
+            await asyncio.sleep(0)
+        fields, key = parameters["extra_args"]["segment"], f"request-{self.world.count()}"
+        request = Running(fields, len(prompt_ids) - len(PROMPT), parameters["max_tokens"],
+                          asyncio.get_running_loop().create_future(), [])
+        assert request.max_tokens == BUDGET - request.done >= 1
+        assert fields["done_before"] == request.done
+        self.running[key] = request
+        self.book.add(key, fields["group"], fields["member"], fields["done_before"])
+        return await request.future
+
+    def step(self):
+        for key, request in list(self.running.items()):
+            if self.world.rng.random() < 0.8:  # else preempted or in prefill
+                response = self.world.responses[request.fields["group"], request.fields["member"]]
+                response.generated(request, self.world)
+                total = request.done + len(request.tokens)
+                if total == response.length or len(request.tokens) == request.max_tokens:
+                    self.end(key, "finish", "")
+        endings = {}
+        for key in self.book.advance():
+            if key in self.running:
+                decision = self.book.look(key, self.running[key].tokens)
+                if decision.outcome != CONTINUE:
+                    endings[key] = decision.outcome, decision.rule
+        endings.update({key: (PRUNE, rule) for key, rule in self.book.take_pending().items()})
+        for key, (outcome, rule) in endings.items():
+            self.end(key, outcome, rule)
+
+    def end(self, key, outcome, rule):
+        request = self.running.pop(key)
+        item = self.book.close(key, len(request.tokens))
+        extra = {"global_steps": self.world.version, "kv_transfer_params": {"esgrpo": {
+            "outcome": outcome, "rule": rule, "spans": item.spans, "boundaries": item.boundaries, "logprob_sum": 0.0}}}
+        request.future.set_result(TokenOutput(request.tokens, [0.0] * len(request.tokens), None, "completed", None,
+                                              extra))
+
+    def sync(self, keep: bool):
+        for key, request in [] if keep else list(self.running.items()):
+            del self.running[key]
+            self.book.close(key, len(request.tokens))
+            request.future.set_result(TokenOutput(request.tokens, None if not request.tokens else
+                                                  [0.0] * len(request.tokens), None, "aborted", None,
+                                                  {"global_steps": self.world.version}))
+
+    def new_version(self, version):
+        self.book.set_version(version, {key: len(request.tokens) for key, request in self.running.items()})
+
+
+@dataclass
+class Response:
+    length: int  # ends by itself here, unless the budget ends it first
+    alphabet: int
+    made: int = 0
+    after_ask: int = 0
+    first_version: int | None = None
+
+    def generated(self, request, world):
+        index = request.done + len(request.tokens)
+        assert index == self.made, "a token was lost or made twice"
+        request.tokens.append(index % self.alphabet)
+        self.made += 1
+        self.first_version = world.version if self.first_version is None else self.first_version
+        member = world.worker.esgrpo_members[request.fields["group"], request.fields["member"]]
+        self.after_ask += member.asked_to_finish
+
+
+class World:
+    def __init__(self, case, settings_):
+        self.settings, self.transit, self.rng = settings_, case["transit"], random.Random(case["seed"])
+        self.case, self.version, self.requests = case, 0, 0
+        self.responses = {}
+        self.replicas = [Replica(self) for _ in range(case["replicas"])]
+        for replica in self.replicas:
+            replica.new_version(0)
+        balancer = SimpleNamespace(_servers=dict(enumerate(self.replicas)))
+        balancer.__ray_call__ = SimpleNamespace(remote=self._on_balancer)
+        self.balancer = balancer
+        self.worker = SimpleNamespace(rollout_config=SimpleNamespace(n=case["n"]),
+                                      llm_client=SimpleNamespace(_load_balancer=balancer))
+
+    async def _on_balancer(self, function):
+        await asyncio.sleep(0)
+        return function(self.balancer)
+
+    def count(self):
+        self.requests += 1
+        return self.requests
+
+    async def agent_loop(self, worker, group, length, alphabet):
+        """verl's _run_agent_loop: generate, then score."""
+        from esgrpo.hooks.verl import attempts
+
+        member = attempts.current.get()
+        self.responses[group, member.number] = Response(length, alphabet)
+        client = ResumingClient(self.rng.choice(self.replicas))
+        output = await client.generate("r", prompt_ids=list(PROMPT), sampling_params={"max_tokens": BUDGET})
+        for _ in range(self.rng.randrange(3)):
+            await asyncio.sleep(0)
+        return SimpleNamespace(output=output, reward_score=1.0, extra_fields=dict(output.extra_fields),
+                               response_mask=torch.ones(1, BUDGET, dtype=torch.long))
+
+    async def run(self):
+        tasks = [asyncio.ensure_future(group_members.run_member(self.agent_loop, self.worker, group,
+                                                                (group, length, alphabet), {}))
+                 for group, members in self.case["groups"].items() for length, alphabet in members]
+        step = 0
+        while not all(task.done() for task in tasks):
+            step += 1
+            assert step < 5000, "a response was never ended"
+            if step in self.case["syncs"]:
+                for replica in self.replicas:
+                    replica.sync(keep=self.case["syncs"][step])
+                self.version += 1
+                for replica in self.replicas:
+                    replica.new_version(self.version)
+            for replica in self.replicas:
+                replica.step()
+            await asyncio.sleep(0)
+        return [task.result() for task in tasks]
+
+
+@st.composite
+def cases(draw):
+    n = draw(st.integers(1, 5))
+    member = st.tuples(st.integers(1, 70), st.sampled_from([2, 1000]))
+    names = [f"g{i}" for i in range(draw(st.integers(1, 3)))]
+    return {
+        "n": n, "seed": draw(st.integers(0, 10**6)), "replicas": draw(st.integers(1, 3)),
+        "transit": draw(st.sampled_from([0, 0, 3])),
+        "groups": {name: draw(st.lists(member, min_size=n, max_size=n)) for name in names},
+        "syncs": draw(st.dictionaries(st.integers(1, 60), st.booleans(), max_size=6)),  # step -> requests are kept
+        "values": {"enable": True, "segment_length": draw(st.integers(2, 30)),
+                   "boundary": draw(st.sampled_from(["soft", "yield"])),
+                   "prune": {"finish_group_after": draw(st.integers(0, 3)),
+                             "repetition": {"enable": draw(st.booleans()), "check_interval": 4}}},
+    }
+
+
+def simulate(case):
+    settings_ = config.parse(case["values"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(config.ENV_SEGMENT, config.to_json(settings_))
+        patch.delenv("ESGRPO_RUN_DIR", raising=False)
+        world = World(case, settings_)
+        return world, asyncio.run(world.run())
+
+
+@settings(max_examples=250)
+@given(cases())
+def test_every_response_ends_once_with_all_its_tokens(case):
+    world, rows = simulate(case)
+    for row in rows:
+        summary = row.extra_fields["esgrpo"]
+        response = world.responses[summary["group"], summary["member"]]
+        assert row.output.token_ids == [i % response.alphabet for i in range(response.made)]
+        assert len(row.output.log_probs) == summary["tokens"] == response.made <= BUDGET
+        assert summary["outcome"] in ("finish", "prune")
+        assert response.made <= min(response.length, BUDGET)
+        if summary["outcome"] == "finish":
+            assert response.made == min(response.length, BUDGET)
+            assert row.output.stop_reason in ("completed", "length")
+        else:
+            assert row.output.stop_reason in ("pruned", "length")
+        versions = [version for version, _ in summary["spans"]]
+        assert versions == sorted(set(versions))
+        assert sum(count for _, count in summary["spans"]) == response.made
+        event(summary["outcome"] + " " + summary["rule"])
+
+
+@given(cases())
+def test_nothing_stays_behind(case):
+    world, _ = simulate(case)
+    assert world.worker.esgrpo_coordinator.groups == {}
+    assert world.worker.esgrpo_members == {}
+    for replica in world.replicas:
+        assert not replica.running and not replica.book.tracked and not replica.book.pending
+        assert not replica.book._groups
+
+
+@given(cases())
+def test_stragglers_are_asked_once_and_stop(case):
+    world, rows = simulate(case)
+    finish_after = case["values"]["prune"]["finish_group_after"]
+    repetition = case["values"]["prune"]["repetition"]["enable"]
+    for replica in world.replicas:
+        assert len(set(replica.asks)) == len(replica.asks)
+        assert finish_after or not replica.asks
+    for row in rows:
+        summary = row.extra_fields["esgrpo"]
+        response = world.responses[summary["group"], summary["member"]]
+        assert summary["rule"] != "group" or finish_after
+        assert summary["rule"] != "repetition" or repetition and response.alphabet == 2
+        assert response.after_ask <= SLACK_STEPS
+    for group in case["groups"]:
+        outcomes = [r.extra_fields["esgrpo"] for r in rows if r.extra_fields["esgrpo"]["group"] == group]
+        finished = sum(summary["outcome"] == "finish" for summary in outcomes)
+        stopped = sum(summary["rule"] == "group" for summary in outcomes)
+        assert not stopped or finished >= finish_after
+
+
+@given(cases())
+def test_verls_version_range_covers_the_first_token(case):
+    world, rows = simulate(case)
+    for row in rows:
+        summary = row.extra_fields["esgrpo"]
+        if summary["tokens"]:
+            assert row.extra_fields["min_global_steps"] == summary["spans"][0][0]
+            assert row.extra_fields["max_global_steps"] >= summary["spans"][-1][0]
+
+
+@given(cases())
+def test_pruned_rows_are_masked_where_a_sibling_is_left(case):
+    _, rows = simulate(case)
+    mask_pruned(rows)
+    for group in case["groups"]:
+        members = [row for row in rows if row.extra_fields["esgrpo"]["group"] == group]
+        pruned = [row.extra_fields["esgrpo"]["outcome"] == "prune" for row in members]
+        for row, is_pruned in zip(members, pruned, strict=True):
+            assert bool(row.response_mask.any()) == (not is_pruned or all(pruned))
+
+
+def test_a_response_that_fails_finishes_nobody_and_leaves_nothing():
+    async def broken(worker, *args):
+        raise RuntimeError("no server")
+
+    case = {"n": 3, "seed": 1, "replicas": 1, "transit": 0, "syncs": {}, "groups": {"g": [(5, 1000), (9, 1000)]},
+            "values": {"enable": True, "prune": {"finish_group_after": 1}}}
+    settings_ = config.parse(case["values"])
+
+    async def run(world):
+        with pytest.raises(RuntimeError, match="no server"):
+            await group_members.run_member(broken, world.worker, "g", (), {})
+        assert world.replicas[0].asks == []
+        return await world.run()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(config.ENV_SEGMENT, config.to_json(settings_))
+        patch.delenv("ESGRPO_RUN_DIR", raising=False)
+        world = World(case, settings_)
+        rows = asyncio.run(run(world))
+    assert [row.extra_fields["esgrpo"]["member"] for row in rows] == [1, 2]
+    assert {row.extra_fields["esgrpo"]["rule"] for row in rows} == {"", "group"}
+    assert world.worker.esgrpo_coordinator.groups == {} and world.worker.esgrpo_members == {}

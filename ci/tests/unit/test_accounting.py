@@ -1,0 +1,105 @@
+"""Token balance, quantiles, and the windows of one replica by example; the state machine is in the property tests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esgrpo.algo.accounting import Occupancy, bubble, quantile, token_balance
+
+FATES = ("trained", "pruned", "zero_variance", "stale")
+
+
+def rows():
+    count = st.integers(0, 10**6)
+    return st.fixed_dictionaries({"tokens": count, "reprefill": count, "pruned": st.booleans(),
+                                  "trained": st.booleans(), "gradient": st.booleans()})
+
+
+@settings(derandomize=True, database=None, deadline=None)
+@given(st.lists(rows(), max_size=20))
+def test_every_token_is_spent_once(batch):
+    balance = token_balance(batch)
+    assert balance["spent"] == sum(row["tokens"] + row["reprefill"] for row in batch)
+    assert balance["spent"] == sum(balance[fate] for fate in FATES) + balance["reprefill"]
+    assert balance["trained"] == sum(
+        row["tokens"] for row in batch if row["trained"] and row["gradient"] and not row["pruned"])
+
+
+@pytest.mark.parametrize("pruned, trained, gradient, fate", [
+    (True, True, True, "pruned"), (True, False, False, "pruned"), (False, False, True, "stale"),
+    (False, True, False, "zero_variance"), (False, True, True, "trained"),
+])
+def test_fate_of_a_row(pruned, trained, gradient, fate):
+    row = {"tokens": 7, "reprefill": 2, "pruned": pruned, "trained": trained, "gradient": gradient}
+    assert token_balance([row]) == {**dict.fromkeys(FATES, 0), fate: 7, "reprefill": 2, "spent": 9}
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=300)
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=40), st.floats(0, 1))
+def test_quantile_is_numpys(values, q):
+    assert quantile(values, q) == pytest.approx(float(np.quantile(values, q)), rel=1e-9, abs=1e-6)
+    assert min(values) <= quantile(values, 0.5) <= max(values)
+
+
+@pytest.mark.parametrize("q, expected", [(0, 1.0), (0.25, 1.5), (0.5, 2.0), (0.99, 2.98), (1, 3.0)])
+def test_quantile_by_example(q, expected):
+    assert quantile(iter([3.0, 1.0, 2.0]), q) == pytest.approx(expected)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_window_in_which_everything_happens():
+    clock = Clock()
+    occupancy = Occupancy(4, clock)
+    clock.now = 1.0  # one second with nothing to run
+    occupancy.observe(6, 0)
+    clock.now = 3.0  # two seconds full
+    occupancy.observe(1, 0)
+    clock.now = 4.0  # one second of a single straggler
+    occupancy.observe(1, 2)
+    clock.now = 4.5  # half a second in which the memory is full
+    occupancy.pause(True)
+    clock.now = 6.5  # two seconds of weight sync
+    occupancy.pause(False)
+    window = occupancy.close()
+    assert (window.used, window.sync, window.idle, window.tail) == (8 + 1 + 2, 8, 4, 3)
+    assert window.timeline == [(1.0, 6), (3.0, 1)]
+    rates = bubble([dataclasses.asdict(window)], rollouter_paused_s=0.25)
+    assert rates == pytest.approx({"bubble_rate": 15 / 26, "paused": 1 / 26, "starved": 3 / 26, "tail": 3 / 26,
+                                   "sync": 8 / 26})
+    assert occupancy.close().seconds == 0.0
+
+
+def test_the_timeline_keeps_few_points_and_every_end():
+    clock = Clock()
+    occupancy = Occupancy(64, clock)
+    for step in range(1000):
+        clock.now = step * 0.01
+        occupancy.observe(1 + step % 7, 0)
+    occupancy.observe(0, 0)
+    timeline = occupancy.close().timeline
+    assert len(timeline) <= 10.0 / 0.25 + 2
+    assert timeline[-1] == (clock.now, 0)
+
+
+def test_no_time_is_no_bubble():
+    assert set(bubble([]).values()) == {0.0}
+    assert set(bubble([dataclasses.asdict(Occupancy(4, Clock()).close())], 9.0).values()) == {0.0}
+
+
+def test_a_pause_holds_back_all_replicas():
+    """Two replicas idle for ten seconds, prompts held back for four of them."""
+    window = {"start": 100.0, "seconds": 10.0, "capacity": 8, "used": 0.0, "sync": 0.0, "tail": 0.0, "idle": 80.0}
+    rates = bubble([window, {**window, "capacity": 2, "idle": 20.0}], rollouter_paused_s=4.0)
+    assert (rates["paused"], rates["starved"]) == pytest.approx((0.4, 0.6))

@@ -1,0 +1,108 @@
+"""What a member keeps of an attempt, by example; whole responses are in the property tests."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from esgrpo.hooks.verl import attempts, client_attempts
+
+
+def output(tokens, stop_reason="completed", payload=None, **extra):
+    if payload is not None:
+        extra["kv_transfer_params"] = {"esgrpo": payload}
+    return SimpleNamespace(token_ids=list(tokens), log_probs=None, routed_experts=None, stop_reason=stop_reason,
+                           num_preempted=None, extra_fields=extra)
+
+
+def payload(outcome, spans, rule="", boundaries=0):
+    return {"outcome": outcome, "rule": rule, "spans": spans, "boundaries": boundaries, "logprob_sum": -1.5}
+
+
+def test_an_attempt_tells_the_scheduler_what_was_done_before():
+    member = attempts.Member("g", 2)
+    assert {"group": "g", "member": 2, "done_before": 0}.items() <= member.fields().items()
+    member.record(output([1, 2, 3], "aborted", global_steps=4), 10)
+    assert member.fields()["done_before"] == 3
+
+
+def test_neighbouring_spans_of_one_version_become_one():
+    member = attempts.Member("g", 0)
+    member.record(output([1, 2], payload=payload("yield", [[3, 2]])), 10)
+    member.record(output([3], "aborted", global_steps=3), 12)
+    member.record(output([], "aborted", global_steps=4), 13)
+    member.record(output([4, 5], payload=payload("finish", [[4, 1], [5, 1]])), 13)
+    assert member.spans == [[3, 3], [4, 1], [5, 1]]
+    assert (member.tokens, member.attempts, member.outcome) == (5, 4, "finish")
+
+
+def test_reprefill_counts_what_was_computed_again():
+    member = attempts.Member("g", 0)
+    member.record(output([1], "aborted", global_steps=0, num_cached_tokens=0), 100)
+    assert member.reprefill == 0  # the first prefill is not a waste
+    member.record(output([1], "aborted", global_steps=1, num_cached_tokens=64), 101)
+    member.record(output([1], payload=payload("finish", [[1, 1]]), num_cached_tokens=None), 102)
+    assert member.reprefill == (101 - 64) + 102
+
+
+@pytest.mark.parametrize("asked, stop_reason, outcome, left", [
+    (False, "aborted", "abort", "aborted"), (True, "aborted", "prune", "pruned"), (True, "abort", "prune", "pruned"),
+    (True, "completed", "abort", "completed"),
+])
+def test_a_finish_that_meets_a_weight_sync(asked, stop_reason, outcome, left):
+    member = attempts.Member("g", 0, asked_to_finish=asked)
+    attempt = output([1], stop_reason, global_steps=1)
+    member.record(attempt, 10)
+    assert (member.outcome, attempt.stop_reason) == (outcome, left)
+    assert member.rule == ("group" if outcome == "prune" else "")
+
+
+@pytest.mark.parametrize("outcome, stop_reason", [("finish", "completed"), ("prune", "pruned"), ("yield", "segment")])
+def test_stop_reason_says_what_really_happened(outcome, stop_reason):
+    member = attempts.Member("g", 0)
+    attempt = output([1], payload=payload(outcome, [[0, 1]], rule="repetition", boundaries=2))
+    member.record(attempt, 10)
+    assert attempt.stop_reason == stop_reason
+    assert "kv_transfer_params" not in attempt.extra_fields
+    assert (member.rule, member.boundaries, member.logprob_sum) == ("repetition", 2, -1.5)
+
+
+def test_a_version_that_nobody_knows_is_minus_one():
+    member = attempts.Member("g", 0)
+    member.record(output([1], "aborted"), 10)
+    assert member.spans == [[-1, 1]]
+
+
+def run_attempts(outputs, budget, ask_after=None):
+    """The hooked client on these outputs; returns the result, the member and the max_tokens of every attempt."""
+    budgets, member = [], attempts.Member("g", 0)
+
+    async def original(self, request_id, *, prompt_ids, sampling_params):
+        budgets.append(sampling_params["max_tokens"])
+        member.asked_to_finish = len(budgets) == ask_after or member.asked_to_finish
+        return outputs[len(budgets) - 1]
+
+    client = SimpleNamespace()
+    arguments = {"prompt_ids": [9], "sampling_params": {"max_tokens": budget}}
+    total = asyncio.run(client_attempts.generate_member(original, client, member, ("r",), arguments))
+    return total, member, budgets
+
+
+def test_a_yield_on_the_last_token_is_not_submitted_again():
+    total, _, budgets = run_attempts([output([1, 2], payload=payload("yield", [[0, 2]]))], 2)
+    assert (total.token_ids, budgets) == ([1, 2], [2])
+
+
+def test_a_yield_of_a_member_that_was_asked_ends_it():
+    total, member, budgets = run_attempts([output([1, 2], payload=payload("yield", [[0, 2]]))], 8, ask_after=1)
+    assert (total.token_ids, total.stop_reason, budgets) == ([1, 2], "pruned", [8])
+    assert (member.outcome, member.rule) == ("prune", "group")
+
+
+def test_versions_of_joined_attempts_run_from_the_first_to_the_last():
+    first = output([1], payload=payload("yield", [[3, 1]]), global_steps=3, min_global_steps=3, max_global_steps=3)
+    last = output([2], payload=payload("finish", [[5, 1]]), global_steps=5, min_global_steps=5, max_global_steps=5)
+    total, _, _ = run_attempts([first, last], 8)
+    assert total.extra_fields == {"global_steps": 5, "min_global_steps": 3, "max_global_steps": 5}

@@ -1,0 +1,119 @@
+"""The command line: what it prints, what it returns, and what it becomes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from esgrpo import cli, engine
+
+ECHO = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
+
+
+def one_line(text: str) -> str:
+    assert text.count("\n") == 1 and text.startswith("esgrpo: ") and "Traceback" not in text, text
+    return text
+
+
+def test_run_sets_the_environment_and_becomes_the_command(run_python, overlay):
+    done = run_python("-m", "esgrpo", "run", "--", sys.executable, "-c", ECHO, "--json", "a b", path=(overlay, "/else"))
+    environment, arguments = json.loads(done.stdout)
+    assert arguments == ["--json", "a b"]
+    assert environment["ESGRPO_ENABLE"] == "1" and environment["ESGRPO_PREFIX"] == sys.prefix
+    assert environment["PYTHONPATH"] == os.pathsep.join((overlay, "/else"))  # once, in front
+    bare = run_python("-c", ECHO, path=(overlay,))
+    assert "ESGRPO_ENABLE" not in json.loads(bare.stdout)[0]  # negative control
+
+
+def test_run_works_without_the_dashes_and_keeps_the_process(run_python, overlay):
+    source = ("import os, subprocess, sys; p = subprocess.Popen([sys.executable, '-m', 'esgrpo', 'run', sys.executable,"
+              " '-c', 'import os; print(os.getpid())'], stdout=-1, text=True); print(p.pid, p.communicate()[0])")
+    pid, child = run_python("-c", source, path=(overlay,)).stdout.split()
+    assert pid == child
+
+
+@pytest.mark.parametrize("code", [0, 1, 7])
+def test_run_returns_the_exit_code(run_python, overlay, code):
+    run_python("-m", "esgrpo", "run", "--", sys.executable, "-c", f"raise SystemExit({code})", path=(overlay,),
+               code=code)
+
+
+@pytest.mark.parametrize("arguments", [("run",), ("run", "--")])
+def test_run_without_a_command(run_python, overlay, arguments):
+    done = run_python("-m", "esgrpo", *arguments, path=(overlay,), code=2)
+    assert "no command | wanted esgrpo run -- CMD" in one_line(done.stderr)
+
+
+def test_run_with_a_command_that_does_not_exist(run_python, overlay):
+    done = run_python("-m", "esgrpo", "run", "--", "no-such-program", path=(overlay,), code=2)
+    assert "no-such-program" in one_line(done.stderr)
+
+
+@pytest.mark.parametrize("value, code", [("no-such-hook", 2), ("driver-start,no-such-hook", 2), ("driver-start", 0),
+                                         ("*", 0), ("", 0)])
+def test_run_with_an_unknown_slug(run_python, overlay, value, code):
+    done = run_python("-m", "esgrpo", "run", "--", sys.executable, "-c", "print('ran')", path=(overlay,), code=code,
+                      ESGRPO_DISABLE=value)
+    assert done.stdout == ("" if code else "ran\n")
+    if code:
+        assert "ESGRPO_DISABLE: no-such-hook |" in one_line(done.stderr)
+
+
+def test_status_lists_every_hook(run_python, overlay):
+    rows = json.loads(run_python("-m", "esgrpo", "status", "--json", path=(overlay,)).stdout)
+    assert [row["slug"] for row in rows] == list(engine.load_hooks())
+    assert all(row["reason"] and row["why"] and row["remove_when"] and row["process"] for row in rows)
+    table = run_python("-m", "esgrpo", "status", path=(overlay,)).stdout.splitlines()
+    assert table[0].split() == ["HOOK", "STATE", "UPSTREAM", "REASON"] and len(table) == len(rows) + 1
+
+
+def test_status_sees_the_features_and_the_switches(run_python, overlay):
+    def states(**variables):
+        found = run_python("-m", "esgrpo", "status", "--json", path=(overlay,), **variables).stdout
+        return {row["slug"]: row["state"] for row in json.loads(found)}
+
+    assert states()["segment-scheduler"] == "NOT_NEEDED"
+    assert states(ESGRPO_FEATURES="observe")["segment-scheduler"] != "NOT_NEEDED"
+    assert set(states(ESGRPO_DISABLE="*").values()) == {"DISABLED"}
+
+
+def report(*states):
+    return {"process": "driver", "host": "h", "pid": 1, "hooks": [
+        {"slug": f"hook-{i}", "state": state, "detail": "because", "needed": True} for i, state in enumerate(states)]}
+
+
+@pytest.mark.parametrize("states, code", [(("APPLIED", "NOT_NEEDED"), 0), (("APPLIED", "FAILED"), 1),
+                                          (("DISABLED",), 0), (("PENDING",), 1)])
+@pytest.mark.parametrize("below", ["", "esgrpo"])
+def test_status_of_a_run(tmp_path, capsys, states, code, below):
+    (tmp_path / below).mkdir(exist_ok=True)
+    (tmp_path / below / "hooks.json").write_text(json.dumps([report(*states)]))
+    assert cli.main(["status", str(tmp_path)]) == code
+    assert len(capsys.readouterr().out.splitlines()) == len(states) + 1
+    assert cli.main(["status", str(tmp_path), "--json"]) == code
+    assert json.loads(capsys.readouterr().out) == [report(*states)]
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "\x00"])
+def test_status_of_something_else(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "hooks.json").write_text(content)
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert "hooks.json" in one_line(capsys.readouterr().err)
+
+
+def test_status_into_a_closed_pipe(overlay, clean_environment):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "esgrpo", "status", "--json"], stdout=writer, stderr=subprocess.PIPE,
+                          env={**clean_environment, "PYTHONPATH": overlay}, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_a_subcommand(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 2 and "usage: esgrpo" in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""The config group: ranges, unknown keys, and one line for every refusal."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from esgrpo import config
+from esgrpo.config import PREFIX, Segment, parse
+from esgrpo.errors import ConfigError, EsgrpoError
+
+
+def leaves(cls=Segment, path=()):
+    """(path, field) of every leaf under `segment`."""
+    for field in dataclasses.fields(cls):
+        if field.default_factory is dataclasses.MISSING:
+            yield (*path, field.name), field
+        else:
+            yield from leaves(field.default_factory, (*path, field.name))
+
+
+LEAVES = list(leaves())
+NUMBERS = [(path, field) for path, field in LEAVES if field.type in ("int", "float")]
+NAMES = [".".join(path) for path, _ in LEAVES]
+
+
+def nested(path, value):
+    for key in reversed(path):
+        value = {key: value}
+    return value
+
+
+def value_of(segment, path):
+    for key in path:
+        segment = getattr(segment, key)
+    return segment
+
+
+def refusal(values, **arguments) -> str:
+    """The one line with which `values` is refused."""
+    with pytest.raises(ConfigError) as caught:
+        parse(values, **arguments)
+    line = str(caught.value)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, EsgrpoError)
+    assert "\n" not in line and line.startswith("esgrpo: ") and line.count(" | ") == 3, line
+    return line
+
+
+@pytest.mark.parametrize("value", [0, 1, -1, 1.5, 4.0, "abc", "1024", True, None, math.nan, math.inf, [2], {"a": 2}],
+                         ids=repr)
+def test_impossible_segment_lengths(value):
+    line = refusal({"segment_length": value})
+    assert f"{PREFIX}.segment_length: {value!r} |" in line and "wanted an integer in [2, inf] |" in line
+
+
+@pytest.mark.parametrize("value", [2, 1024, 10**9])
+def test_possible_segment_lengths(value):
+    assert parse({"segment_length": value}).segment_length == value
+
+
+def test_a_segment_longer_than_the_response_budget():
+    line = refusal({"enable": True, "segment_length": 513}, response_length=512)
+    assert "513" in line and "[2, 512] (data.max_response_length)" in line
+    assert parse({"enable": True, "segment_length": 512}, response_length=512).segment_length == 512
+    assert parse({"segment_length": 513}, response_length=512).enable is False  # off: nothing can be wrong with it
+
+
+@pytest.mark.parametrize("path, field", NUMBERS, ids=[".".join(p) for p, _ in NUMBERS])
+def test_every_bound_is_where_it_says(path, field):
+    low, high = field.metadata["low"], field.metadata["high"]
+    step = 1 if field.type == "int" else 1e-9
+    for bound, outside in ((low, -step), (high, step)):
+        if bound is None:
+            continue
+        assert ".".join((PREFIX, *path)) in refusal(nested(path, bound + outside))
+        if bound == low and field.metadata["open_low"]:
+            refusal(nested(path, bound))
+        elif path[-1] not in ("max_pattern_size", "min_pattern_size"):  # these two bound one another
+            assert value_of(parse(nested(path, bound)), path) == bound
+    for wrong in ("abc", True, None, math.nan):
+        refusal(nested(path, wrong))
+
+
+@pytest.mark.parametrize("path, field", LEAVES, ids=NAMES)
+def test_every_leaf_has_a_valid_default_and_a_sentence(path, field):
+    default = field.default
+    assert value_of(parse(nested(path, default)), path) == default == value_of(Segment(), path)
+    assert len(field.metadata["doc"]) > 10
+    assert field.type in ("bool", "int", "float") or default in field.metadata["options"]
+    assert type(default).__name__ == field.type or field.type == "float"
+
+
+@pytest.mark.parametrize("path, field", [leaf for leaf in LEAVES if leaf[1].type == "bool"],
+                         ids=[".".join(p) for p, f in LEAVES if f.type == "bool"])
+def test_switches_take_nothing_but_booleans(path, field):
+    for wrong in (1, 0, "True", "false", None):
+        assert "true or false" in refusal(nested(path, wrong))
+
+
+def test_choices_say_the_closest():
+    assert "one of soft, yield (did you mean yield?)" in refusal({"boundary": "yeild"})
+    assert "one of token, version |" in refusal({"pois": {"anchor": 7}})
+    assert parse({"boundary": "yield"}).boundary == "yield"
+
+
+@pytest.mark.parametrize("values, closest", [
+    ({"segment_lenght": 5}, "segment_length"), ({"enabled": True}, "enable"),
+    ({"prune": {"repetiton": {"enable": True}}}, "prune.repetition"),
+    ({"prune": {"repetition": {"min_cuont": 3}}}, "prune.repetition.min_count"),
+    ({"dmmpt": {"Tau": 0.5}}, "dmmpt.tau"), ({7: 1}, ""),
+])
+def test_an_unknown_key_comes_with_the_closest_one(values, closest):
+    line = refusal(values)
+    assert "unknown key" in line and line.endswith("?") and f"did you mean {PREFIX}.{closest}" in line
+
+
+@pytest.mark.parametrize("values", [True, False, 0, 1, "", "on", [], ["enable"]], ids=repr)
+def test_a_group_must_be_a_mapping(values):
+    assert f"{PREFIX}: {values!r} | wanted a mapping" in refusal(values)
+    assert f"{PREFIX}.prune: {values!r} | wanted a mapping" in refusal({"prune": values})
+
+
+def test_nothing_given_is_all_defaults():
+    assert parse(None) == parse({}) == Segment()
+
+
+def test_patterns_bound_one_another():
+    assert "at most max_pattern_size = 4" in refusal(
+        {"prune": {"repetition": {"min_pattern_size": 5, "max_pattern_size": 4}}})
+
+
+def test_nested_values_keep_their_siblings():
+    segment = parse({"enable": True, "prune": {"repetition": {"enable": True, "min_count": 9}}})
+    assert segment.prune.repetition == config.Repetition(enable=True, min_count=9)
+    assert segment.prunes and segment.dmmpt == config.Dmmpt()
+    assert not parse({"prune": {"repetition": {"enable": True}}}).prunes  # segment.enable is the main switch
+
+
+def test_json_round_trip(monkeypatch):
+    segment = parse({"enable": True, "segment_length": 7, "boundary": "yield", "dmmpt": {"enable": True, "tau": 0.5},
+                     "prune": {"finish_group_after": 3}, "success_threshold": 1})
+    text = config.to_json(segment)
+    assert parse(json.loads(text)) == segment != Segment()
+    monkeypatch.setenv(config.ENV_SEGMENT, text)
+    assert config.current() == segment
+    monkeypatch.delenv(config.ENV_SEGMENT)
+    assert config.current() == Segment()
+    assert isinstance(segment.success_threshold, float)
+
+
+def test_frozen():
+    segment = parse({})
+    for target, name in ((segment, "enable"), (segment.prune, "finish_group_after"), (segment.dmmpt, "tau")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(target, name, 1)
+    assert hash(segment) == hash(Segment())
+
+
+@pytest.mark.parametrize("values, loss_mode, names", [
+    ({}, "vanilla", ""), ({"observe": True}, "vanilla", "observe"), ({"enable": True}, "vanilla", "observe segment"),
+    ({"enable": True, "boundary": "yield"}, "vanilla", "observe segment yield"), ({"boundary": "yield"}, "vanilla", ""),
+    ({"enable": True, "prune": {"finish_group_after": 2}}, "pois", "observe segment prune pois"),
+    ({"dmmpt": {"enable": True}}, "sais", "dmmpt sais"), ({}, "gspo", ""),
+])
+def test_features(values, loss_mode, names):
+    assert config.features(parse(values), loss_mode) == frozenset(names.split())

@@ -1,0 +1,354 @@
+"""Every state of a hook, and every order of import, apply and revert, with a throw-away upstream in a fresh process."""
+
+import json
+
+import pytest
+
+from esgrpo import engine
+
+UPSTREAM = '''
+def f(x): return "plain " + x
+
+class Base:
+    def inherited(self, x): return "plain " + x
+
+class C(Base):
+    def method(self, x): return "plain " + x
+    async def later(self, x): return "plain " + x
+    @staticmethod
+    def static(x): return "plain " + x
+    @classmethod
+    def klass(cls, x): return cls.__name__ + " " + x
+
+class Stubborn(type):
+    def __setattr__(cls, name, value): pass
+
+class Ignores(metaclass=Stubborn):
+    def method(self, x): return "plain " + x
+'''
+# Read by every script: declares hooks on the throw-away upstream and shows the states as JSON on the last line.
+HELPERS = '''
+import functools, json, sys, types
+from esgrpo import engine, fingerprint
+from esgrpo.engine import Hook, Record, Release
+
+def tag(original):
+    @functools.wraps(original)
+    def replacement(*args, **kwargs):
+        return "hooked " + original(*args, **kwargs)
+    return replacement
+
+def declare(slug="a", target="up.mod:f", kind="wrap", build=tag, tested=None, upstream="up", **fields):
+    if tested is None:
+        tested = {"1.0": fingerprint.of_targets((target,))[0]}
+    releases = (Release(upstream, ">=1,<2", tested),) if tested else ()
+    hook = Hook(slug, target, ("driver",), kind, "why", releases, "when", **fields)
+    code = build if isinstance(build, types.SimpleNamespace) else types.SimpleNamespace(build=build)
+    engine._records[slug] = Record(hook, code)
+
+def show(**more):
+    print(json.dumps({**{row["slug"]: row["state"] for row in engine.states("driver")}, **more}))
+'''
+
+
+@pytest.fixture
+def up(tmp_path):
+    """Directory of a fake distribution `up` 1.0 with a module up.mod."""
+    directory = tmp_path / "site"
+    (directory / "up").mkdir(parents=True)
+    (directory / "up" / "__init__.py").write_text("")
+    (directory / "up" / "mod.py").write_text(UPSTREAM)
+    (directory / "up" / "alias.py").write_text("from up.mod import f\n")
+    info = directory / "up-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: up\nVersion: 1.0\n")
+    return directory
+
+
+@pytest.fixture
+def script(run_python, up, overlay):
+    """Runs HELPERS + source; returns (what the last line of stdout says, stderr)."""
+
+    def run(source, **variables):
+        done = run_python("-c", HELPERS + source, path=(overlay, up), **variables)
+        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+    return run
+
+
+IMPORT = "import up.mod; "
+RESULT = "\nshow(result=up.mod.f('x'))"
+
+
+def test_pending_until_the_target_is_imported(script):
+    assert script("declare(); engine.boot(); show()")[0] == {"a": "PENDING"}
+
+
+def test_applied_when_the_target_is_imported(script):
+    assert script("declare(); engine.boot(); " + IMPORT + RESULT)[0] == {"a": "APPLIED", "result": "hooked plain x"}
+
+
+def test_without_boot_nothing_is_replaced(script):
+    assert script("declare(); " + IMPORT + RESULT)[0] == {"a": "PENDING", "result": "plain x"}
+
+
+def test_not_needed_while_the_feature_is_off(script):
+    found, errors = script("declare(features=('segment', 'prune')); engine.boot(); " + IMPORT + RESULT)
+    assert found == {"a": "NOT_NEEDED", "result": "plain x"} and errors == ""
+
+
+def test_not_needed_in_another_kind_of_process(script):
+    source = "declare(); engine.boot(); print(json.dumps(engine.states('engine-core')[0]))"
+    row = script(source)[0]
+    assert (row["state"], row["needed"]) == ("NOT_NEEDED", False)
+    assert script(source.replace("engine-core", "driver"))[0]["needed"] is True
+
+
+@pytest.mark.parametrize("value, state", [("a", "DISABLED"), ("*", "DISABLED"), (" a , b ", "DISABLED"),
+                                          ("b", "APPLIED"), ("", "APPLIED")])
+def test_disabled_by_name(script, value, state):
+    found, errors = script("declare(); engine.boot(); " + IMPORT + RESULT, ESGRPO_DISABLE=value)
+    assert found == {"a": state, "result": "plain x" if state == "DISABLED" else "hooked plain x"}
+    assert ("a DISABLED (ESGRPO_DISABLE)" in errors) == (state == "DISABLED")
+
+
+def test_absent_upstream(script):
+    source = "declare(target='gone.mod:f', tested={'1.0': '0'}, upstream='gone'); engine.boot(); show()"
+    assert script(source)[0] == {"a": "ABSENT"}
+    assert script(source.replace("upstream='gone'", "upstream='up'"))[0] == {"a": "DRIFTED"}  # installed, other source
+    assert script("declare(target='gone.mod:f', tested={}); engine.boot(); show()")[0] == {"a": "ABSENT"}
+
+
+@pytest.mark.parametrize("tested, state, said", [
+    ("{'1.0': '0123456789abcdef'}", "DRIFTED", "expected 0123456789abcdef"),
+    ("{'0.9': '0123456789abcdef'}", "INCOMPATIBLE", "tested 0.9"),
+])
+def test_untested_source_is_refused(script, tested, state, said):
+    found, errors = script(f"declare(tested={tested}); engine.boot(); " + IMPORT + RESULT)
+    assert found == {"a": state, "result": "plain x"}
+    assert state in errors and said in errors and errors.count("\n") == 1
+
+
+def test_tested_source_is_accepted_under_an_untested_version(script):
+    source = "declare(tested={'0.9': fingerprint.of_targets(('up.mod:f',))[0]}); engine.boot(); " + IMPORT + RESULT
+    assert script(source)[0] == {"a": "APPLIED", "result": "hooked plain x"}
+
+
+def test_a_changed_helper_is_drift_too(script, up):
+    known = "{'1.0': fingerprint.of_targets(('up.mod:f', 'up.mod:C.method'))[0]}"
+    source = f"declare(tested={known}, relies_on=('up.mod:C.method',)); engine.boot(); " + IMPORT + RESULT
+    assert script(source)[0]["a"] == "APPLIED"
+    fixed = script(f"show(**{known})")[0]["1.0"]
+    (up / "up" / "mod.py").write_text(UPSTREAM.replace('def method(self, x): return "plain "',
+                                                       'def method(self, x): return "new "', 1))
+    assert script(source.replace(known, f"{{'1.0': '{fixed}'}}"))[0] == {"a": "DRIFTED", "result": "plain x"}
+
+
+def test_a_missing_target_is_named(script):
+    _, errors = script("declare(target='up.mod:gone', tested={'1.0': '0'}); engine.boot(); import up.mod; show()")
+    assert "a DRIFTED (up 1.0: up.mod:gone is missing" in errors
+
+
+def test_late_when_the_target_came_first(script):
+    assert script(IMPORT + "declare(); engine.boot()" + RESULT)[0] == {"a": "LATE", "result": "plain x"}
+    refreshed = script(IMPORT + "declare(); engine.boot(); engine.refresh()" + RESULT)[0]
+    assert refreshed["a"] == "LATE"  # copies of the name may be anywhere by now
+
+
+def test_failed_when_the_hook_raises_and_upstream_still_imports(script):
+    found, errors = script("def bad(original): raise KeyError('broken hook')\n"
+                           "declare(build=bad); engine.boot(); " + IMPORT + "import up.mod\n" + RESULT)
+    assert found == {"a": "FAILED", "result": "plain x"}
+    assert "a FAILED (KeyError: 'broken hook')" in errors and errors.count("\n") == 1
+
+
+def test_failed_when_the_read_back_finds_the_original(script):
+    source = "declare(target='up.mod:{}.method'); engine.boot(); import up.mod; show(r=up.mod.{}().method('x'))"
+    found, errors = script(source.replace("{}", "Ignores"))
+    assert found == {"a": "FAILED", "r": "plain x"} and "read-back found the original" in errors
+    assert script(source.replace("{}", "C"))[0] == {"a": "APPLIED", "r": "hooked plain x"}
+
+
+ADD = """
+def apply(module): {}
+declare(kind='add', build=types.SimpleNamespace(apply=apply, installed=lambda module: hasattr(module, 'extra')))
+engine.boot(); import up.mod; show(extra=hasattr(up.mod, 'extra'))
+"""
+
+
+def test_an_added_thing_is_read_back(script):
+    assert script(ADD.format("module.extra = 1"))[0] == {"a": "APPLIED", "extra": True}
+    assert script(ADD.format("pass"))[0] == {"a": "FAILED", "extra": False}
+
+
+def test_an_added_thing_cannot_be_reverted(script):
+    source = ADD.format("module.extra = 1") + "try: engine.revert('a')\nexcept engine.HookError: pass\nshow()"
+    assert script(source)[0] == {"a": "APPLIED"}
+
+
+FEATURE = "import os; declare(features=('segment',){}); engine.boot(); import up.mod, up.alias\n"
+KNOWN = "os.environ['ESGRPO_FEATURES'] = 'segment'; engine.refresh()\n"
+BOTH = "show(result=up.mod.f('x'), alias=up.alias.f('x'))"
+
+
+def test_refresh_applies_when_the_feature_becomes_known(script):
+    before, after = FEATURE.format("") + BOTH, FEATURE.format("") + KNOWN + BOTH
+    assert script(before)[0]["a"] == "NOT_NEEDED"
+    assert script(after)[0] == {"a": "APPLIED", "result": "hooked plain x", "alias": "plain x"}  # why rebinds exist
+
+
+def test_an_alias_needs_a_rebind(script):
+    source = FEATURE.format(", rebinds=('up.alias:f', 'up.gone:f')") + KNOWN
+    assert script(source + BOTH)[0]["alias"] == "hooked plain x"
+    assert script(source + "engine.revert('a'); " + BOTH)[0] == {"a": "PENDING", "result": "plain x",
+                                                                 "alias": "plain x"}
+
+
+def test_a_foreign_object_under_the_alias_name_is_left_alone(script):
+    source = FEATURE.format(", rebinds=('up.alias:f',)") + "up.alias.f = lambda x: 'foreign'\n" + KNOWN + BOTH
+    assert script(source)[0] == {"a": "APPLIED", "result": "hooked plain x", "alias": "foreign"}
+
+
+STEPS = {"import": "import up.mod", "boot": "engine.boot()", "refresh": "engine.refresh()",
+         "revert": "engine.revert('a')"}
+
+
+@pytest.mark.parametrize("order, state, result", [
+    ("boot import boot", "APPLIED", "hooked plain x"), ("boot boot import import", "APPLIED", "hooked plain x"),
+    ("boot import refresh refresh", "APPLIED", "hooked plain x"), ("boot refresh import", "APPLIED", "hooked plain x"),
+    ("import boot", "LATE", "plain x"), ("import boot refresh boot", "LATE", "plain x"),
+    ("boot import revert", "PENDING", "plain x"), ("boot import revert revert", "PENDING", "plain x"),
+    ("boot import revert refresh", "APPLIED", "hooked plain x"), ("boot revert import", "APPLIED", "hooked plain x"),
+    ("boot import revert refresh revert", "PENDING", "plain x"), ("refresh import", "PENDING", "plain x"),
+    ("boot import revert refresh refresh", "APPLIED", "hooked plain x"),
+])
+def test_every_order(script, order, state, result):
+    source = "declare()\n" + "\n".join(STEPS[step] for step in order.split())
+    assert script(source + RESULT)[0] == {"a": state, "result": result}
+
+
+@pytest.mark.parametrize("call", ["C().method('x')", "C().inherited('x')", "C().static('x')", "C.static('x')",
+                                  "C().klass('x')", "C.klass('x')", "f('x')"])
+def test_every_kind_of_callable(script, call):
+    """Called as before, and gone without a trace after revert; a base class is not touched through its subclass."""
+    name = call.partition("(")[0] if call == "f('x')" else "C." + call.partition(".")[2].partition("(")[0]
+    tested = ", tested={}" if name == "C.inherited" else ""  # no definition of that name to take a fingerprint of
+    source = (f"import importlib; plain = importlib.machinery.SourceFileLoader('m', {{0}}).load_module()\n"
+              f"declare(target='up.mod:{name}'{tested}); engine.boot(); import up.mod\n"
+              f"hooked = up.mod.{call}; base = up.mod.Base().inherited('x'); state = engine.states('driver')[0]\n"
+              f"engine.revert('a')\n"
+              f"show(hooked=hooked, base=base, was=state['state'], after=up.mod.{call}, plain=plain.{call},\n"
+              f"     left='inherited' in vars(up.mod.C))").replace("{0}", "fingerprint.source_file('up.mod')")
+    found = script(source)[0]
+    assert found["was"] == "APPLIED" and found["hooked"] == "hooked " + found["plain"]
+    assert found["after"] == found["plain"] and found["base"] == "plain x" and found["left"] is False
+
+
+def test_a_coroutine_stays_one(script):
+    source = ("def tag_async(original):\n    @functools.wraps(original)\n    async def later(*args):\n"
+              "        return 'hooked ' + await original(*args)\n    return later\n"
+              "declare(target='up.mod:C.later', build=tag_async); engine.boot(); import asyncio, up.mod\n"
+              "show(result=asyncio.run(up.mod.C().later('x')))")
+    assert script(source)[0] == {"a": "APPLIED", "result": "hooked plain x"}
+
+
+def test_two_hooks_on_one_target(script):
+    found = script("declare('a'); declare('b'); engine.boot(); " + IMPORT + RESULT)[0]
+    assert found == {"a": "APPLIED", "b": "APPLIED", "result": "hooked hooked plain x"}
+
+
+MAIN = UPSTREAM + HELPERS + """
+declare(target='up.run:f', tested={'1.0': fingerprint.of_targets(('up.run:f',))[0]})
+engine.boot()
+EXTRA
+engine.refresh()
+show(main=f('x'), named=sys.modules['up.run'].f('x') if 'up.run' in sys.modules else None)
+"""
+
+
+@pytest.mark.parametrize("extra, named", [("", None), ("import up.imports_run", "hooked plain x")])
+def test_a_target_that_runs_as_main(run_python, up, overlay, extra, named):
+    """`python -m up.run`: the module is called __main__, and its own helpers may import it once more by name."""
+    main = "".join(f"    {line}\n" for line in MAIN.replace("EXTRA", extra).splitlines())
+    (up / "up" / "run.py").write_text(f"if __name__ == '__main__':\n{main}else:\n    {UPSTREAM.splitlines()[1]}\n")
+    (up / "up" / "imports_run.py").write_text("import up.run\n")
+    done = run_python("-m", "up.run", path=(overlay, up))
+    assert json.loads(done.stdout) == {"a": "APPLIED", "main": "hooked plain x", "named": named}
+    (up / "up" / "run.py").write_text((up / "up" / "run.py").read_text().replace("    engine.refresh()", "    pass"))
+    without = json.loads(run_python("-m", "up.run", path=(overlay, up)).stdout)["main"]
+    assert without == ("hooked plain x" if extra else "plain x")  # importing it by name finds both copies
+
+
+def test_a_source_checkout_without_metadata(script, up):
+    """Nothing but the source: its fingerprint decides."""
+    for file in (up / "up-1.0.dist-info").iterdir():
+        file.unlink()
+    (up / "up-1.0.dist-info").rmdir()
+    source = "declare(); engine.boot(); " + IMPORT + "print(json.dumps(engine.states('driver')[0]))"
+    row = script(source)[0]
+    assert (row["state"], row["version"]) == ("APPLIED", "unknown")
+    (up / "up" / "version").mkdir()
+    (up / "up" / "version" / "version").write_text("0.8.0.dev\n")
+    row = script(source)[0]
+    assert (row["state"], row["version"]) == ("APPLIED", "0.8.0.dev")
+    row = script(source.replace("declare()", "declare(tested={'1.0': '0'})"))[0]
+    assert row["state"] == "INCOMPATIBLE" and "0.8.0.dev" in row["detail"]
+
+
+def test_the_git_tag_of_a_release_is_that_release(script, up):
+    """verl's tag v0.8.0 says 0.8.0.dev, which PEP 440 sorts before 0.8.0; its source is that of the release."""
+    (up / "up-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: up\nVersion: 0.8.0.dev0\n")
+    known = "{'0.8.0': fingerprint.of_targets(('up.mod:f',))[0]}"
+    assert script(f"declare(tested={known}); engine.boot(); " + IMPORT + RESULT)[0]["a"] == "APPLIED"
+    assert script("declare(tested={'0.8.0': '0'}); engine.boot(); " + IMPORT + RESULT)[0]["a"] == "INCOMPATIBLE"
+
+
+def test_a_hook_that_arrives_with_the_actor(script):
+    """Ray ships the class by value: its method carries the hook, its module is never imported here."""
+    source = ("class C:\n    def method(self): pass\n"
+              "declare(target='up.mod:C.method'); engine.boot()\n"
+              "plain = engine.states('driver', C())[0]['state']; setattr(C.method, engine.MARKER, 'a')\n"
+              "other = engine.states('driver', object())[0]['state']\n"
+              "print(json.dumps([plain, other, engine.states('driver', C())[0]['state']]))")
+    assert script(source)[0] == ["PENDING", "PENDING", "APPLIED"]
+
+
+def test_report_and_what_is_not_in_place(script):
+    source = ("declare('a'); declare('b', target='up.mod:C.method', tested={'1.0': '0'})\n"
+              "declare('c', target='up.gone:f', tested={'1.0': '0'}, features=('prune',)); engine.boot(); " + IMPORT
+              + "report = engine.report('driver'); report['missing'] = engine.not_in_place(report['hooks'])\n"
+              "report['elsewhere'] = engine.not_in_place(engine.report('trainer')['hooks'])\n"
+              "print(json.dumps(report))")
+    report = script(source, ESGRPO_STRICT="0", ESGRPO_FEATURES="segment")[0]
+    assert [row["state"] for row in report["hooks"]] == ["APPLIED", "DRIFTED", "NOT_NEEDED"]
+    assert [row["slug"] for row in report["missing"]] == ["b"] and report["elsewhere"] == []
+    assert (report["process"], report["strict"], report["features"]) == ("driver", False, ["segment"])
+    assert report["pid"] > 0 and report["host"] and report["disabled"] == []
+    accepted = script(source, ESGRPO_DISABLE="b")[0]
+    assert accepted["missing"] == [] and accepted["disabled"] == ["b"] and accepted["strict"] is True
+
+
+@pytest.mark.parametrize("state", list(engine.State))
+def test_what_stops_a_run(state):
+    row = {"slug": "a", "state": state.value, "needed": True}
+    stops = state.value not in ("APPLIED", "NOT_NEEDED", "ABSENT", "DISABLED")
+    assert bool(engine.not_in_place([row])) == stops
+    assert engine.not_in_place([{**row, "needed": False}]) == []
+
+
+def test_the_boot_line_shows_the_switches(script):
+    source = "declare(); engine.boot(); " + IMPORT + "print(json.dumps(engine.boot_line()))"
+    assert script(source)[0].endswith("1 applied, 0 wait for their target; nothing odd")
+    line = script(source, ESGRPO_STRICT="0", ESGRPO_DISABLE="z,a")[0]
+    assert line.endswith("a DISABLED (ESGRPO_DISABLE) ESGRPO_STRICT=0 ESGRPO_DISABLE=a,z") and "\n" not in line
+
+
+def test_boot_is_idempotent_and_refuses_a_slug_twice(script):
+    source = ("module = types.ModuleType('esgrpo.hooks.one'); import esgrpo.hooks\n"
+              "module.HOOK = Hook('a', 'up.mod:f', ('driver',), 'wrap', 'why', (), 'when'); module.build = tag\n"
+              "sys.modules['esgrpo.hooks.one'] = sys.modules['esgrpo.hooks.two'] = module\n"
+              "esgrpo.hooks.HOOK_FILES = {}\n"
+              "try: engine.boot(); engine.boot(); import up.mod; print(json.dumps(up.mod.f('x')))\n"
+              "except engine.HookError as error: print(json.dumps(str(error)))")
+    assert script(source.replace("{}", "('one',)"))[0] == "hooked plain x"
+    assert "esgrpo: a: declared twice" in script(source.replace("{}", "('one', 'two')"))[0]

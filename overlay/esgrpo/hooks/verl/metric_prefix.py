@@ -1,0 +1,32 @@
+"""Keeps the prefix esgrpo/ of metrics that our losses return; verl would log them as actor/esgrpo/..."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="metrics-keep-prefix",
+    target="verl.utils.py_functional:rename_dict",
+    process=("trainer",),
+    kind="wrap",
+    why="every metric of a policy loss is renamed to actor/<name>; a loss has no other way to report",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "ee91d5206bf6fc78"}),),
+    remove_when="a policy loss can return metrics under a name of its own",
+    features=("pois", "sais", "dmmpt"),
+    rebinds=("verl.trainer.ppo.ray_trainer:rename_dict", "verl.trainer.ppo.v1.trainer_base:rename_dict"),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def rename_dict(*args, **kwargs):
+        import inspect
+
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        ours = {key: value for key, value in bound.arguments["data"].items() if key.startswith("esgrpo/")}
+        bound.arguments["data"] = {k: v for k, v in bound.arguments["data"].items() if k not in ours}
+        return {**original(*bound.args, **bound.kwargs), **ours}
+
+    return rename_dict
