@@ -91,8 +91,9 @@ def load(run_dir: Path, devices: int = 2) -> Result:
     end = ready + arm["budget_s"] if arm["budget_s"] else arm["ended"]
     trained = {(r["group"], r["member"]): r for r in read(str(run_dir), "trained") if r["time"] <= end}
     responses = [r for r in read(str(run_dir), "responses") if ready <= r["time"] <= end]
-    rows = [{**r, **trained.get((r["group"], r["member"]), {"trained": False, "gradient": False}),
-             "pruned": r["outcome"] == "prune"} for r in responses]
+    fates = {"trained": False, "gradient": False}
+    rows = [{**r, "pruned": r["outcome"] == "prune", **fates, **trained.get((r["group"], r["member"]), {})}
+            for r in responses]
     settled = _settled(rows)
     balance = token_balance(settled)
     windows = [w for w in read(str(run_dir), "windows") if ready < w["start"] + w["seconds"] <= end]
@@ -114,7 +115,7 @@ def load(run_dir: Path, devices: int = 2) -> Result:
         tail_ratio=quantile(times, 0.99) / max(quantile(times, 0.5), 1e-9),
         lengths=[r["tokens"] for r in responses],
         timeline=[(t - ready, n) for w in windows for t, n in w["timeline"]], states=states,
-        pruned=sum(r["pruned"] for r in rows), partial=sum(r["attempts"] > 1 for r in responses))
+        pruned=sum(r["outcome"] == "prune" for r in rows), partial=sum(r["attempts"] > 1 for r in responses))
 
 
 def table(results: list[Result]) -> list[list[str]]:

@@ -3,8 +3,8 @@
     python -m bench.startup [--pairs 300] [--json PATH]
 
 A is `python -c pass` without PYTHONPATH, B is the same with overlay/ on PYTHONPATH and ESGRPO_ENABLE unset. Pairs run
-in ABBA order, so that a machine that slowly gets faster or slower favours neither. An A/A comparison with the same number
-of pairs runs in between: its interval says what the machine's noise alone looks like.
+in ABBA order, so that a machine that slowly gets faster or slower favours neither. An A/A comparison with the same
+number of pairs runs in between: its interval says what the machine's noise alone looks like.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SEED = 0
 
 def environments() -> tuple[dict[str, str], dict[str, str]]:
     """(A, B): without the overlay, and with it on the path but switched off."""
-    bare = {k: v for k, v in os.environ.items() if not k.startswith("ESGRPO_") and k != "PYTHONPATH"}
+    # All of PYTHON*: with PYTHONDONTWRITEBYTECODE, say, B would compile sitecustomize at every start.
+    bare = {k: v for k, v in os.environ.items() if not k.startswith(("ESGRPO_", "PYTHON"))}
     return bare, {**bare, "PYTHONPATH": str(ROOT / "overlay")}
 
 

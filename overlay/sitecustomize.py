@@ -11,7 +11,7 @@ def _chain():
     """Run the sitecustomize that this one hides.
 
     Others chain, too, and may come back to us: each directory is run once. importlib.util has module_from_spec, but
-    importing it would cost every interpreter on this path half of a bare start (bench/startup.py).
+    importing it would make every start on this path a quarter longer (bench/startup.py).
     """
     from importlib.machinery import PathFinder
 

@@ -44,6 +44,9 @@ class Repetition:
     min_pattern_size: int = _number(1, 1, 1024, "shortest repeated pattern, tokens")
     min_count: int = _number(8, 2, 1024, "how often the pattern must stand at the tail")
     check_interval: int = _number(32, 1, None, "tokens between two looks at a response")
+    keep_row: bool = _flag(
+        False, "train the shortened response with its reward instead of masking it: a proven failure to unlearn"
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ def shadowed(tmp_path):
     """A directory with another sitecustomize, which leaves a trace."""
     directory = tmp_path / "shadowed"
     directory.mkdir()
-    (directory / "sitecustomize.py").write_text("import site_says; assert __name__ == __spec__.name == 'sitecustomize'\n"
+    (directory / "sitecustomize.py").write_text("import site_says\n"
+                                                "assert __name__ == __spec__.name == 'sitecustomize'\n"
                                                 "assert __file__ == __spec__.origin == __loader__.path\n")
     (directory / "site_says.py").write_text("")
     return directory
@@ -39,7 +40,7 @@ def test_disabled_is_the_shadowed_sitecustomize_and_nothing_else(loaded, variabl
 
 
 def test_disabled_imports_next_to_nothing(run_python, overlay):
-    """importlib.util alone would make a bare start half as long again (bench/startup.py)."""
+    """importlib.util alone would make a bare start a quarter longer (bench/startup.py)."""
     script = "import sys; print(*sorted(sys.modules))"
     bare, overlaid = (set(run_python("-c", script, path=path).stdout.split()) for path in ((), (overlay,)))
     assert overlaid - bare <= {"sitecustomize", "importlib", "importlib.machinery", "importlib._bootstrap",

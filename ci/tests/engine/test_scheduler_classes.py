@@ -47,14 +47,14 @@ class Player:
             self.scheduler._segment_start(settings.parse(segment))
         self.made = defaultdict(int)  # tokens that the model sampled for a request, delivered or not
         self.tokens, self.logprobs, self.ends = defaultdict(list), defaultdict(list), {}
+        self.script = {}
         self.queue = []  # scheduled, output not yet handed in
 
     def add(self, key: str, eos_at: int | None = None, loop: bool = False, **fields) -> None:
         request = make_request(key, **fields)
         request.sampling_params.stop_token_ids = [EOS]
-        request.eos_at, request.loop = eos_at, loop
+        self.script[key] = eos_at, loop
         self.scheduler.add_request(request)
-        self.script = {**getattr(self, "script", {}), key: (eos_at, loop)}
 
     def _sample(self, scheduled: dict[str, int]):
         order = list(scheduled)
@@ -68,11 +68,14 @@ class Player:
         return model_output(order, np.asarray(tokens, dtype=np.int64), values)
 
     def step(self) -> None:
-        output = self.scheduler.schedule()
-        self.queue.append((output, self._sample(output.num_scheduled_tokens)))
-        if len(self.queue) <= self.lag and output.num_scheduled_tokens:
-            return
-        self.hand_in()
+        """One turn of EngineCore's loop: fill the queue of batches first, then take the oldest output."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.queue.append((output, self._sample(output.num_scheduled_tokens)))
+            if len(self.queue) <= self.lag and (output.num_scheduled_tokens or self.scheduler.has_requests()):
+                return
+        if self.queue:
+            self.hand_in()
 
     def hand_in(self) -> None:
         for client in self.scheduler.update_from_output(*self.queue.pop(0)).values():

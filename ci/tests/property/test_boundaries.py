@@ -112,7 +112,7 @@ class Replay:
         self.oracle.append(truth)
 
 
-@settings(max_examples=400)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(workloads())
 def test_no_boundary_is_missed_early_or_late(workload):
     replay = Replay(*workload)
@@ -149,7 +149,7 @@ def test_spans_of_an_undisturbed_response_are_its_tokens(workload):
         assert closed.spans == ([[UNKNOWN_VERSION, count]] if count else [])
 
 
-@settings(max_examples=300)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(workloads(boundary=("yield",)))
 def test_yield_ends_at_the_first_boundary_unless_the_tail_repeats_before(workload):
     """Tokens repeat with period 2: the first repetition look with enough of them prunes, else the boundary yields."""
@@ -194,7 +194,7 @@ def sequences():
     return noise | tails
 
 
-@settings(max_examples=1000)
+@settings(max_examples=6 * settings.default.max_examples)
 @given(sequences(), rules())
 def test_repeats_equals_brute_force(tokens, rule):
     assert repeats(tokens, rule) == brute_force_repeats(tokens, rule)

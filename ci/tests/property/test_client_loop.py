@@ -143,7 +143,7 @@ def check_summary(member, server):
     return summary
 
 
-@settings(max_examples=400)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(calls(["finish", "yield", "abort"]), st.sampled_from([-1, 0, 5]))
 def test_yields_and_aborts_lose_nothing(call, version):
     member, server, output = play(*call, version)
@@ -156,7 +156,7 @@ def test_yields_and_aborts_lose_nothing(call, version):
     event(f"{len(server.kinds)} attempts")
 
 
-@settings(max_examples=400)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(calls(["finish", "yield", "abort", "prune"], ask=True))
 def test_every_response_ends_once_and_an_asked_one_is_not_resumed(call):
     member, server, output = play(*call)

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from ci.tests.property.rollout_fakes import ResumingClient, TokenOutput
 from esgrpo import config
 from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
-from esgrpo.hooks.verl import group_members
+from esgrpo.hooks.verl import attempts, group_members
 from esgrpo.hooks.verl.group_rows import mask_pruned
 
 PROMPT = [900]
@@ -139,10 +139,11 @@ class World:
         return self.requests
 
     async def agent_loop(self, worker, group, length, alphabet):
-        """verl's _run_agent_loop: generate, then score."""
-        from esgrpo.hooks.verl import attempts
-
+        """verl's _run_agent_loop: generate, then score. Length 0 stands for an agent loop that fails."""
         member = attempts.current.get()
+        if length == 0:
+            await asyncio.sleep(0)
+            raise RuntimeError("no reward")
         self.responses[group, member.number] = Response(length, alphabet)
         client = ResumingClient(self.rng.choice(self.replicas))
         output = await client.generate("r", prompt_ids=list(PROMPT), sampling_params={"max_tokens": BUDGET})
@@ -168,17 +169,17 @@ class World:
             for replica in self.replicas:
                 replica.step()
             await asyncio.sleep(0)
-        return [task.result() for task in tasks]
+        return [task.result() for task in tasks if task.exception() is None]
 
 
 @st.composite
 def cases(draw):
     n = draw(st.integers(1, 5))
-    member = st.tuples(st.integers(1, 70), st.sampled_from([2, 1000]))
+    member = st.tuples(st.integers(0, 70), st.sampled_from([2, 1000]))
     names = [f"g{i}" for i in range(draw(st.integers(1, 3)))]
     return {
         "n": n, "seed": draw(st.integers(0, 10**6)), "replicas": draw(st.integers(1, 3)),
-        "transit": draw(st.sampled_from([0, 0, 3])),
+        "transit": draw(st.sampled_from([0, 3, 12])),
         "groups": {name: draw(st.lists(member, min_size=n, max_size=n)) for name in names},
         "syncs": draw(st.dictionaries(st.integers(1, 60), st.booleans(), max_size=6)),  # step -> requests are kept
         "values": {"enable": True, "segment_length": draw(st.integers(2, 30)),
@@ -197,7 +198,6 @@ def simulate(case):
         return world, asyncio.run(world.run())
 
 
-@settings(max_examples=250)
 @given(cases())
 def test_every_response_ends_once_with_all_its_tokens(case):
     world, rows = simulate(case)
@@ -272,24 +272,13 @@ def test_pruned_rows_are_masked_where_a_sibling_is_left(case):
 
 
 def test_a_response_that_fails_finishes_nobody_and_leaves_nothing():
-    async def broken(worker, *args):
-        raise RuntimeError("no server")
-
-    case = {"n": 3, "seed": 1, "replicas": 1, "transit": 0, "syncs": {}, "groups": {"g": [(5, 1000), (9, 1000)]},
+    """The straggler is asked when the first of the others is done, not before and not never."""
+    case = {"n": 3, "seed": 1, "replicas": 1, "transit": 0, "syncs": {},
+            "groups": {"g": [(0, 1000), (20, 1000), (60, 1000)]},
             "values": {"enable": True, "prune": {"finish_group_after": 1}}}
-    settings_ = config.parse(case["values"])
-
-    async def run(world):
-        with pytest.raises(RuntimeError, match="no server"):
-            await group_members.run_member(broken, world.worker, "g", (), {})
-        assert world.replicas[0].asks == []
-        return await world.run()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(config.ENV_SEGMENT, config.to_json(settings_))
-        patch.delenv("ESGRPO_RUN_DIR", raising=False)
-        world = World(case, settings_)
-        rows = asyncio.run(run(world))
-    assert [row.extra_fields["esgrpo"]["member"] for row in rows] == [1, 2]
-    assert {row.extra_fields["esgrpo"]["rule"] for row in rows} == {"", "group"}
+    world, rows = simulate(case)
+    first, straggler = (row.extra_fields["esgrpo"] for row in rows)
+    assert (first["member"], first["outcome"], first["tokens"]) == (1, "finish", 20)
+    assert (straggler["member"], straggler["rule"]) == (2, "group")
+    assert world.replicas[0].asks == [("g", 2)]
     assert world.worker.esgrpo_coordinator.groups == {} and world.worker.esgrpo_members == {}

@@ -104,11 +104,14 @@ def test_status_of_something_else(tmp_path, capsys, content):
     assert "hooks.json" in one_line(capsys.readouterr().err)
 
 
-def test_status_into_a_closed_pipe(overlay, clean_environment):
+@pytest.mark.parametrize("hooks", [1, 5000])  # fits into the buffer and breaks at exit, or breaks while printing
+def test_status_into_a_closed_pipe(tmp_path, overlay, clean_environment, hooks):
+    (tmp_path / "hooks.json").write_text(json.dumps([report(*["APPLIED"] * hooks)]))
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "esgrpo", "status", "--json"], stdout=writer, stderr=subprocess.PIPE,
-                          env={**clean_environment, "PYTHONPATH": overlay}, text=True)
+    environment = {**clean_environment, "PYTHONPATH": overlay, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run([sys.executable, "-m", "esgrpo", "status", str(tmp_path)], stdout=writer, text=True,
+                          stderr=subprocess.PIPE, env=environment)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 

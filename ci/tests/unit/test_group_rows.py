@@ -15,7 +15,7 @@ from esgrpo.hooks.verl.trained_rows import metrics, rows_of
 
 
 def agent_row(group=None, outcome="finish", mask=(1, 1, 0)):
-    fields = {} if group is None else {"esgrpo": {"group": group, "outcome": outcome}}
+    fields = {} if group is None else {"esgrpo": {"group": group, "outcome": outcome, "rule": ""}}
     return SimpleNamespace(extra_fields=fields, response_mask=torch.tensor([mask]))
 
 
@@ -111,3 +111,11 @@ def test_throughput_is_per_device_second(monkeypatch):
     assert metrics(rows)["esgrpo/effective_token_throughput"] == 0.0  # no time since the batch before
     clock.now += 5
     assert metrics(rows)["esgrpo/effective_token_throughput"] == 80 / (5 * 4)
+
+
+def test_a_proven_loop_can_stay_as_a_shortened_sample(monkeypatch):
+    monkeypatch.setenv(config.ENV_SEGMENT, '{"prune": {"repetition": {"keep_row": true}}}')
+    loop, straggler, kept = agent_row("g", "prune"), agent_row("g", "prune"), agent_row("g")
+    loop.extra_fields["esgrpo"]["rule"], straggler.extra_fields["esgrpo"]["rule"] = "repetition", "group"
+    mask_pruned([loop, straggler, kept])
+    assert loop.response_mask.any() and kept.response_mask.any() and not straggler.response_mask.any()

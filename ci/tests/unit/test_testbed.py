@@ -43,7 +43,7 @@ def test_unknown_task_or_split_is_refused():
 @pytest.mark.parametrize("name", task.TASKS)
 def test_answer_is_the_counter_at_the_first_zero(name):
     for problem in task.generate(name, 0, 200):
-        match = re.fullmatch(r"(\d\d):(\d\d) (?:\*(\d\d))?\+(\d\d)", problem.prompt)
+        match = re.fullmatch(r"(\d\d)[:>](\d\d) (?:\*(\d\d))?\+(\d\d)", problem.prompt)
         counter, value, a, b = (int(part or 1) for part in match.groups())
         while value != 0:
             counter, value = (counter + 1) % 100, (a * value + b) % 100
@@ -63,8 +63,8 @@ def test_demonstrations_fit_and_mix_right_and_wrong(name):
 
 
 def test_score_accepts_right_and_rejects_wrong():
-    problem = task.Problem("search", "00:94 +03", (0, 1, 2), (94, 97, 0))
-    trace = "00:94\n01:97\n02:00\n"
+    problem = task.Problem("search", "00:86 +07", (0, 1, 2), (86, 93, 0))
+    trace = "00:86\n01:93\n02:00\n"
     for right in (f"{trace}x=02", "x=02", f"{trace}x=02<|im_end|>", f"{trace}x=02\n"):
         assert task.score(right, problem) == task.score(right, "02") == 1.0
     for wrong in ("", trace, f"{trace}x=03", "x=2", "x=020", "x=02 ", "y=02", "x=02\n03:62", "x=02x=02", "x=0２"):

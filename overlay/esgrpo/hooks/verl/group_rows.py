@@ -40,13 +40,17 @@ def mask_pruned(rows) -> None:
     A group whose members were all pruned stays as it is: it has no baseline to leave, verl sees equal rewards and
     therefore no gradient, and masking it whole could empty a mini-batch (division by zero tokens).
     """
+    from esgrpo import config
+
+    keep_loops = config.current().prune.repetition.keep_row
     groups: dict[str, list] = {}
     for row in rows:
         summary = row.extra_fields.get("esgrpo")
         if summary is not None:
             groups.setdefault(summary["group"], []).append((row, summary))
     for members in groups.values():
-        pruned = [row for row, summary in members if summary["outcome"] == "prune"]
+        pruned = [row for row, summary in members if summary["outcome"] == "prune"
+                  and not (keep_loops and summary["rule"] == "repetition")]
         if len(pruned) == len(members):
             continue
         for row in pruned:
