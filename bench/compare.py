@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from esgrpo.algo.accounting import bubble, quantile, token_balance
+from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
 from esgrpo.hooks.verl.records import read
 
 TARGET_GAIN = 0.1
@@ -112,7 +112,7 @@ def load(run_dir: Path, devices: int = 2) -> Result:
         time_to_target=time_to_target(evaluations[1:], target), steps=steps, responses=len(responses),
         bubble=_windows(windows), balance=balance, decoded=sum(r["tokens"] for r in responses),
         effective_per_s=balance["trained"] / ((end - ready) * devices),
-        tail_ratio=quantile(times, 0.99) / max(quantile(times, 0.5), 1e-9),
+        tail_ratio=tail_ratio(times),
         lengths=[r["tokens"] for r in responses],
         timeline=[(t - ready, n) for w in windows for t, n in w["timeline"]], states=states,
         pruned=sum(r["outcome"] == "prune" for r in rows), partial=sum(r["attempts"] > 1 for r in responses))

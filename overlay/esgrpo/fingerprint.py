@@ -29,7 +29,7 @@ def _normalise(node) -> str:
     if isinstance(node, list):
         return "[" + ",".join(_normalise(item) for item in node) + "]"
     if not isinstance(node, ast.AST):
-        return repr(node)
+        return ascii(node)
     parts = []
     for name, value in ast.iter_fields(node):
         if name == "body" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

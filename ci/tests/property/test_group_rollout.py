@@ -282,3 +282,17 @@ def test_a_response_that_fails_finishes_nobody_and_leaves_nothing():
     assert (straggler["member"], straggler["rule"]) == (2, "group")
     assert world.replicas[0].asks == [("g", 2)]
     assert world.worker.esgrpo_coordinator.groups == {} and world.worker.esgrpo_members == {}
+
+
+def test_a_straggler_that_is_between_two_attempts_is_asked_as_well():
+    """A weight sync at every step around the end of the first member: the wish waits for the straggler's return."""
+    resumed = 0
+    for step in range(15, 60):
+        case = {"n": 2, "seed": 1, "replicas": 2, "transit": 12, "syncs": {step: False},
+                "groups": {"g": [(20, 1000), (60, 1000)]}, "values": {"enable": True, "prune": {"finish_group_after": 1}}}
+        world, rows = simulate(case)
+        straggler = rows[1].extra_fields["esgrpo"]
+        assert (straggler["outcome"], straggler["rule"]) == ("prune", "group")
+        assert world.responses["g", 1].after_ask <= SLACK_STEPS
+        resumed += straggler["attempts"] > 1
+    assert resumed

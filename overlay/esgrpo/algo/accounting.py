@@ -119,3 +119,12 @@ def quantile(values: Iterable[float], q: float) -> float:
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+TAIL, MEDIAN, SHORTEST_TIME_S = 0.99, 0.5, 1e-9
+
+
+def tail_ratio(times: Iterable[float]) -> float:
+    """P99 / P50 of completion times in seconds."""
+    times = list(times)
+    return quantile(times, TAIL) / max(quantile(times, MEDIAN), SHORTEST_TIME_S)

@@ -25,7 +25,7 @@ async def engine_call(server, name: str, *args) -> list:
         return []  # only rank 0 of a multi-node replica owns the engine
     client = server.engine.engine_core
     cores = getattr(client, "core_engines", None)
-    if cores is None or len(cores) < 2:
+    if cores is None or len(cores) <= 1:
         return [await client.call_utility_async(name, *args)]
     return list(await asyncio.gather(*[client._call_utility_async(name, *args, engine=core) for core in cores]))
 

@@ -63,7 +63,7 @@ def rows_of(batch) -> list[dict]:
 
 def metrics(rows: list[dict]) -> dict[str, float]:
     from esgrpo import config, engine
-    from esgrpo.algo.accounting import quantile, token_balance
+    from esgrpo.algo.accounting import tail_ratio, token_balance
 
     global _started
     now = time.time()
@@ -80,7 +80,7 @@ def metrics(rows: list[dict]) -> dict[str, float]:
         "esgrpo/waste/zero_variance": balance["zero_variance"],
         "esgrpo/waste/reprefill": balance["reprefill"],
         "esgrpo/effective_token_throughput": balance["trained"] / (seconds * facts["devices"]) if seconds > 0 else 0.0,
-        "esgrpo/tail_ratio": quantile(times, 0.99) / max(quantile(times, 0.5), 1e-9),
+        "esgrpo/tail_ratio": tail_ratio(times),
         "esgrpo/version_span/mean": sum(spans) / len(spans),
         "esgrpo/version_span/max": max(spans),
         "esgrpo/partial_rate": sum(row["attempts"] > 1 for row in rows) / len(rows),

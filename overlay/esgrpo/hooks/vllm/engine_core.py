@@ -11,7 +11,7 @@ HOOK = Hook(
     kind="add",
     why="call_utility_async runs any method of EngineCore between two steps, but EngineCore has none that finishes "
         "requests by group, sets a weight version or reports the hooks",
-    releases=(Release("vllm", ">=0.24,<0.29", {"0.24.0": "163a5332261c2d4f", "0.28.0": "97a96a8443cdd9c9"}),),
+    releases=(Release("vllm", ">=0.24,<0.29", {"0.24.0": "936a83b5643c6d8b", "0.28.0": "612e71a2d90596bd"}),),
     remove_when="vLLM offers a registry for utility methods",
     features=("observe", "cpu"),
     relies_on=("vllm.v1.engine.core:EngineCoreProc._handle_client_request",),
