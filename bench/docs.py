@@ -53,7 +53,7 @@ def fill(text: str, name: str, content: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, help="table.json of a quickstart run")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when the config table is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when the table is stale")
     options = parser.parse_args(argv)
     stale = False
     for path in READMES:

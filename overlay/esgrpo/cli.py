@@ -17,8 +17,14 @@ def run(arguments) -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         raise EsgrpoError("run", "no command", "esgrpo run -- CMD ...", "nothing was started", "add the command")
+    from importlib.util import find_spec
+
     from esgrpo import engine
 
+    for need in ("wrapt", "packaging"):
+        if find_spec(need) is None:
+            raise EsgrpoError("run", f"{need} is not installed in {sys.prefix}", "wrapt and packaging",
+                              "no hook could be loaded, nothing was started", f"pip install {need}")
     unknown = engine.disabled_slugs() - set(engine.load_hooks()) - {"*"}
     if unknown:
         raise EsgrpoError("ESGRPO_DISABLE", ",".join(sorted(unknown)), "slugs that `esgrpo status` lists",

@@ -147,7 +147,7 @@ class World:
         self.responses[group, member.number] = Response(length, alphabet)
         client = ResumingClient(self.rng.choice(self.replicas))
         output = await client.generate("r", prompt_ids=list(PROMPT), sampling_params={"max_tokens": BUDGET})
-        for _ in range(self.rng.randrange(3)):
+        for _ in range(self.case["scoring"]):
             await asyncio.sleep(0)
         return SimpleNamespace(output=output, reward_score=1.0, extra_fields=dict(output.extra_fields),
                                response_mask=torch.ones(1, BUDGET, dtype=torch.long))
@@ -179,7 +179,7 @@ def cases(draw):
     names = [f"g{i}" for i in range(draw(st.integers(1, 3)))]
     return {
         "n": n, "seed": draw(st.integers(0, 10**6)), "replicas": draw(st.integers(1, 3)),
-        "transit": draw(st.sampled_from([0, 3, 12])),
+        "transit": draw(st.sampled_from([0, 3, 12])), "scoring": draw(st.sampled_from([0, 2, 12])),  # in engine steps
         "groups": {name: draw(st.lists(member, min_size=n, max_size=n)) for name in names},
         "syncs": draw(st.dictionaries(st.integers(1, 60), st.booleans(), max_size=6)),  # step -> requests are kept
         "values": {"enable": True, "segment_length": draw(st.integers(2, 30)),
@@ -273,7 +273,7 @@ def test_pruned_rows_are_masked_where_a_sibling_is_left(case):
 
 def test_a_response_that_fails_finishes_nobody_and_leaves_nothing():
     """The straggler is asked when the first of the others is done, not before and not never."""
-    case = {"n": 3, "seed": 1, "replicas": 1, "transit": 0, "syncs": {},
+    case = {"n": 3, "seed": 1, "replicas": 1, "transit": 0, "scoring": 0, "syncs": {},
             "groups": {"g": [(0, 1000), (20, 1000), (60, 1000)]},
             "values": {"enable": True, "prune": {"finish_group_after": 1}}}
     world, rows = simulate(case)
@@ -288,8 +288,9 @@ def test_a_straggler_that_is_between_two_attempts_is_asked_as_well():
     """A weight sync at every step around the end of the first member: the wish waits for the straggler's return."""
     resumed = 0
     for step in range(15, 60):
-        case = {"n": 2, "seed": 1, "replicas": 2, "transit": 12, "syncs": {step: False},
-                "groups": {"g": [(20, 1000), (60, 1000)]}, "values": {"enable": True, "prune": {"finish_group_after": 1}}}
+        case = {"n": 2, "seed": 1, "replicas": 2, "transit": 12, "scoring": 6, "syncs": {step: False},
+                "groups": {"g": [(20, 1000), (60, 1000)]},
+                "values": {"enable": True, "prune": {"finish_group_after": 1}}}
         world, rows = simulate(case)
         straggler = rows[1].extra_fields["esgrpo"]
         assert (straggler["outcome"], straggler["rule"]) == ("prune", "group")

@@ -110,7 +110,8 @@ class SegmentMixin:
         in_flight = getattr(request, "num_in_flight_tokens", request.num_output_placeholders)
         self.segment_logprobs.ended(request.request_id, in_flight)
         freed = super()._free_request(request, *args, **kwargs)
-        payload = self._segment_payload(request, "finish", "")
+        aborted = str(request.get_finished_reason()) == "abort"
+        payload = self._segment_payload(request, "abort" if aborted else "finish", "")
         if payload is None:
             return freed
         if isinstance(freed, tuple):  # vLLM >= 0.28: (kv, ec) parameters

@@ -1,0 +1,132 @@
+"""What the driver does with verl's own composed config: refuse in one line, or prepare every process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SEGMENT = "+actor_rollout_ref.rollout.segment"
+ON = [f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64"]
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+BASE = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=some/model", "data.max_response_length=512",
+        "actor_rollout_ref.rollout.calculate_log_probs=True", "trainer.device=cpu",
+        "algorithm.adv_estimator=grpo"]
+
+# overrides -> what the one line has to name
+REFUSED = {
+    "length-0": ([f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=0"], ["segment_length", "0", "[2, inf]"]),
+    "length-1": ([f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=1"], ["segment_length", "1"]),
+    "length-word": ([f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=long"], ["segment_length", "'long'"]),
+    "length-beyond": ([f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=1024"], ["512", "max_response_length"]),
+    "key": ([f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_lenght=64"], ["segment_lenght", "segment_length?"]),
+    "estimator": ([*ON, f"{SEGMENT}.prune.repetition.enable=True", "algorithm.adv_estimator=gae"], ["gae", "grpo"]),
+    "group": ([*ON, f"{SEGMENT}.prune.finish_group_after=99"], ["finish_group_after", "99", "rollout.n"]),
+    "sais": ([*ON, f"{LOSS}=sais", "actor_rollout_ref.rollout.calculate_log_probs=False"], ["calculate_log_probs"]),
+    "epochs": ([*ON, f"{LOSS}=pois", "actor_rollout_ref.actor.ppo_epochs=2"], ["ppo_epochs", "2"]),
+    "dmmpt": ([*ON, f"{SEGMENT}.dmmpt.enable=True"], ["dmmpt", "loss_mode"]),
+    "rollout": ([*ON, "actor_rollout_ref.rollout.name=sglang"], ["sglang", "vllm"]),
+    "model": ([*ON, "actor_rollout_ref.model.path=/nowhere/at/all"], ["/nowhere/at/all", "directory"]),
+    "scalar": ([f"{SEGMENT}=True"], ["segment", "mapping"]),
+    "path": ([*ON, "+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH=/elsewhere"], ["/elsewhere", "PYTHONPATH"]),
+}
+ACCEPTED = {
+    "off": [],
+    "observe": [f"{SEGMENT}.observe=True"],
+    "all": [*ON, f"{SEGMENT}.prune.repetition.enable=True", f"{LOSS}=pois", f"{SEGMENT}.dmmpt.enable=True"],
+    "version": [*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=version"],
+}
+
+SCRIPT = """
+import json, os, sys
+import verl.experimental.fully_async_policy as package
+import verl.experimental.fully_async_policy.fully_async_main  # carries the handshake hook
+import verl.trainer.main_ppo  # the main imports it first
+from hydra import compose, initialize_config_dir
+from esgrpo import engine
+from esgrpo.errors import EsgrpoError
+from esgrpo.hooks.verl.driver_start import prepare
+
+answers = {}
+with initialize_config_dir(os.path.join(os.path.dirname(package.__file__), "config"), version_base=None):
+    for name, overrides in json.load(sys.stdin).items():
+        for variable in ("ESGRPO_SEGMENT", "ESGRPO_FEATURES", "ESGRPO_FACTS", "ESGRPO_RUN_DIR"):
+            os.environ.pop(variable, None)
+        config = compose("fully_async_ppo_trainer", overrides=overrides)
+        try:
+            prepare(config)
+        except EsgrpoError as error:
+            answers[name] = {"error": str(error)}
+            continue
+        answers[name] = {
+            "features": os.environ["ESGRPO_FEATURES"], "facts": json.loads(os.environ["ESGRPO_FACTS"]),
+            "estimator": str(config.algorithm.adv_estimator),
+            "entropy": bool(config.actor_rollout_ref.actor.calculate_entropy),
+            "bypass": bool(config.algorithm.rollout_correction.bypass_mode),
+            "passed_on": sorted(config.ray_kwargs.ray_init.runtime_env.env_vars),
+            "states": {row["slug"]: row["state"] for row in engine.states("driver")}}
+print("ANSWERS" + json.dumps(answers))
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("ESGRPO_")}
+    return {**clean, "PYTHONPATH": str(ROOT / "overlay"), "ESGRPO_ENABLE": "1", "VERL_PLATFORM": "cpu",
+            "HF_HUB_OFFLINE": "1", **more}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict:
+    cases = {name: [*BASE, *overrides] for name, (overrides, _) in REFUSED.items()}
+    cases |= {name: [*BASE, *overrides] for name, overrides in ACCEPTED.items()}
+    result = subprocess.run([sys.executable, "-c", SCRIPT], input=json.dumps(cases), capture_output=True, text=True,
+                            env=environment(), timeout=300)
+    line = next((x for x in result.stdout.splitlines() if x.startswith("ANSWERS")), None)
+    assert line, result.stderr[-3000:]
+    return json.loads(line.removeprefix("ANSWERS"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_line_with_five_parts(answers, name):
+    line = answers[name]["error"]
+    assert line.startswith("esgrpo: ") and line.count(" | ") >= 3 and "\n" not in line
+    for part in REFUSED[name][1]:
+        assert part in line, (part, line)
+
+
+def test_off_leaves_no_feature_and_no_hook_of_a_feature(answers):
+    off = answers["off"]
+    assert off["features"] == "" and off["estimator"] == "grpo"
+    assert off["states"]["group-members"] == off["states"]["segment-scheduler"] == "NOT_NEEDED"
+
+
+def test_observing_changes_nothing_of_verls_settings(answers):
+    assert answers["observe"]["features"] == "observe" and answers["observe"]["estimator"] == "grpo"
+
+
+def test_features_adjust_verl_and_are_passed_on(answers):
+    got = answers["all"]
+    assert set(got["features"].split(",")) == {"dmmpt", "observe", "pois", "prune", "segment"}
+    assert got["estimator"] == "grpo_segment" and got["entropy"] and got["bypass"]
+    assert {"ESGRPO_ENABLE", "ESGRPO_FEATURES", "ESGRPO_SEGMENT", "ESGRPO_FACTS"} <= set(got["passed_on"])
+    assert got["states"]["worker-handshake"] == "APPLIED" and got["facts"]["devices"] >= 2
+
+
+def test_the_version_anchor_recomputes_log_probs(answers):
+    assert not answers["version"]["bypass"]
+
+
+def test_a_users_mistake_never_ends_in_a_traceback():
+    """Through verl's own main, hydra and all."""
+    result = subprocess.run(
+        [sys.executable, "-m", "esgrpo", "run", "--", sys.executable, "-m",
+         "verl.experimental.fully_async_policy.fully_async_main", *BASE, f"{SEGMENT}.segment_lenght=64"],
+        capture_output=True, text=True, env=environment(), timeout=300)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith("esgrpo: actor_rollout_ref.rollout.segment.segment_lenght")
