@@ -51,7 +51,7 @@ def fill(text: str, name: str, content: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", type=Path, help="table.json of a quickstart run")
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when the table is stale")
     options = parser.parse_args(argv)
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         if not options.check:
             path.write_text(text, encoding="utf-8")
     if options.check and stale:
-        print("esgrpo: README: the config table is stale | wanted the fields of esgrpo.config.Segment | CI stops here | "
+        print("esgrpo: README: the config table is stale | wanted the fields of esgrpo.config.Segment | CI stops | "
               "run python -m bench.docs", file=sys.stderr)
     return int(options.check and stale)
 

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[3]
 SEGMENT = "+actor_rollout_ref.rollout.segment"
 ON = [f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64"]
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
-BASE = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=some/model", "data.max_response_length=512",
-        "actor_rollout_ref.rollout.calculate_log_probs=True", "trainer.device=cpu",
+BASE = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=some/model",
+        "data.max_response_length=512", "actor_rollout_ref.rollout.calculate_log_probs=True", "trainer.device=cpu",
         "algorithm.adv_estimator=grpo"]
 
 # overrides -> what the one line has to name
