@@ -57,15 +57,7 @@ def _evaluations(metrics: list[dict], ready: float) -> list[tuple[float, float]]
 def _windows(rows: list[dict]) -> dict[str, float]:
     """Bubble over all windows; the rollouter's pause is one number per version, repeated for each replica."""
     paused = {row["version"]: row["rollouter_paused"] for row in rows}
-    replicas = max(1, len(rows) // max(1, len(paused)))
-    rates = bubble(rows, 0.0)
-    total = sum(w["capacity"] * w["seconds"] for w in rows)
-    idle = sum(w["idle"] for w in rows)
-    capacity = rows[0]["capacity"] if rows else 0
-    held = min(idle, sum(paused.values()) * capacity * replicas)
-    if total:
-        rates["paused"], rates["starved"] = held / total, (idle - held) / total
-    return rates
+    return bubble(rows, sum(paused.values()))
 
 
 def _settled(rows: list[dict]) -> list[dict]:

@@ -37,8 +37,9 @@ def build(original):
 def mask_pruned(rows) -> None:
     """Zero the response_mask of pruned rows, group by group.
 
-    A group whose members were all pruned stays as it is: it has no baseline to leave, verl sees equal rewards and
-    therefore no gradient, and masking it whole could empty a mini-batch (division by zero tokens).
+    A group whose members were all pruned stays as it is: there is no sibling whose statistics it would disturb, and
+    masking it whole could empty a mini-batch (division by zero tokens). Mostly its rewards are equal and give no
+    gradient; where they differ, the shortened responses are trained like any others.
     """
     from esgrpo import config
 
