@@ -31,6 +31,7 @@ OVERLAY = [
     f"{SEGMENT}.segment_length=64",
     f"{SEGMENT}.prune.repetition.enable=True",
     f"{SEGMENT}.prune.repetition.min_count=6",
+    f"{SEGMENT}.prune.repetition.keep_row=True",  # masked, loops would never be unlearned
     "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
 ]
 

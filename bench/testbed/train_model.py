@@ -1,0 +1,214 @@
+"""Train the testbed's tiny Qwen2 model and tokenizer from scratch on demonstrations of both tasks.
+
+The committed model was made with the defaults:
+
+    python -m bench.testbed.train_model --out bench/testbed/model
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
+
+from bench.testbed.task import (
+    MAX_PROMPT_TOKENS,
+    MAX_RESPONSE_TOKENS,
+    TASKS,
+    WORDS,
+    Trace,
+    generate,
+    render_trace,
+    split_tokens,
+)
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# until this share of the steps, this many tokens at most, prompt included: the tables are learnt fast on short traces
+CURRICULUM = ((0.2, 112),)
+MICRO_BATCH = 16
+IGNORE = -100  # label that the loss skips
+
+
+def build_tokenizer(out: Path) -> PreTrainedTokenizerBase:
+    """Save the tokenizer (256 bytes, 3 chat tokens, the words of the tasks) to `out` and load it the way verl does.
+
+    The words are added tokens, not merges, because Qwen2 splits numbers into digits before merging.
+    A Qwen2Tokenizer, because AutoTokenizer rebuilds its pre-tokenizer: a hand-made one would lose the newline token.
+    """
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[])
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "additional_special_tokens": ["<|im_start|>"]}
+    )
+    tokenizer.add_tokens(list(WORDS))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(out)
+    return AutoTokenizer.from_pretrained(out)
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase, hidden: int, layers: int) -> Qwen2ForCausalLM:
+    """A randomly initialised float32 model. The vocabulary is exactly the tokenizer's; heads have 32 dimensions."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=max(1, hidden // 64),
+        max_position_embeddings=1024,
+        initializer_range=0.06,  # the default 0.02 suits wide models; here it delays learning
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.pad_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.pad_token_id,
+    )
+    return model
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids of a user prompt in the chat template, up to where the response starts."""
+    message = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    assert len(ids) <= MAX_PROMPT_TOKENS
+    return ids
+
+
+class Corpus:
+    """Endless demonstrations of both tasks, half each, as (ids, prompt length) pairs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int):
+        self.tokenizer, self.seed = tokenizer, seed
+        self.rng = random.Random(seed)
+        words = [*WORDS, "\n", *map(chr, range(32, 127))]
+        self.word_ids = {word: tokenizer.encode(word, add_special_tokens=False)[0] for word in words}
+        empty = encode_prompt(tokenizer, "~")
+        cut = empty.index(self.word_ids["~"])
+        self.head, self.tail = empty[:cut], empty[cut + 1 :]
+
+    def _encode(self, prompt: str, trace: Trace) -> tuple[list[int], int]:
+        # by table, which spares the tokenizer in the inner loop
+        ids = [*self.head, *(self.word_ids[t] for t in split_tokens(prompt)), *self.tail]
+        start = len(ids)
+        ids += [self.word_ids[t] for t in trace.tokens]
+        if trace.finished:
+            ids.append(self.tokenizer.eos_token_id)
+        return ids[: start + MAX_RESPONSE_TOKENS], start
+
+    def chunk(self, index: int, count: int) -> list[tuple[list[int], int]]:
+        """`count` fresh demonstrations; `index` numbers the chunk."""
+        problems = [p for t in TASKS for p in generate(t, self.seed * 1_000_003 + index, count // len(TASKS))]
+        return [self._encode(p.prompt, render_trace(self.rng, p)) for p in problems]
+
+    def batches(self, steps: int, size: int):
+        """`steps` lists of `size` random demonstrations; `CURRICULUM` keeps the early ones short."""
+        index, pool = 0, []
+        for step in range(steps):
+            limit = next((limit for share, limit in CURRICULUM if step < share * steps), math.inf)
+            pool = [item for item in pool if len(item[0]) <= limit]
+            while len(pool) < size:
+                chunk = [item for item in self.chunk(index, 2048) if len(item[0]) <= limit]
+                self.rng.shuffle(chunk)
+                pool += chunk
+                index += 1
+            yield pool[:size]
+            pool = pool[size:]
+
+
+def collate(group: list[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded ids and labels, both (batch, time) int64; prompt and padding are not learnt."""
+    width = max(len(ids) for ids, _ in group)
+    ids = torch.full((len(group), width), pad)
+    labels = torch.full((len(group), width), IGNORE)
+    for i, (row, start) in enumerate(group):
+        ids[i, : len(row)] = torch.tensor(row)
+        labels[i, start : len(row)] = ids[i, start : len(row)]
+    return ids, labels
+
+
+def accumulate(model: Qwen2ForCausalLM, batch: list[tuple[list[int], int]], pad: int) -> float:
+    """Add the gradient of the mean loss per response token of a batch; returns that loss, in nats.
+
+    The batch is cut into micro-batches of similar lengths to save padding. They share one optimiser step: steps on
+    short or on long demonstrations alone would pull the model to and fro.
+    """
+    batch = sorted(batch, key=lambda item: len(item[0]))
+    total = sum(len(ids) - start for ids, start in batch)
+    loss_sum = 0.0
+    for first in range(0, len(batch), MICRO_BATCH):
+        ids, labels = collate(batch[first : first + MICRO_BATCH], pad)
+        # padding is on the right, so causal attention needs no mask
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum")
+        (loss / total).backward()
+        loss_sum += loss.item()
+    return loss_sum / total
+
+
+def train(model: Qwen2ForCausalLM, corpus: Corpus, steps: int, size: int, peak_lr: float) -> None:
+    """Train in place for `steps` AdamW steps of `size` demonstrations, warm-up and cosine decay."""
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=peak_lr, betas=(0.9, 0.98))
+    began = shown = time.time()
+    model.train()
+    for step, batch in enumerate(corpus.batches(steps, size)):
+        lr = peak_lr * min(1.0, (step + 1) / 100) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = accumulate(model, batch, corpus.tokenizer.pad_token_id)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if time.time() - shown > 5 or step + 1 == steps:
+            shown = time.time()
+            print(f"step {step + 1}/{steps} loss {loss:.4f} lr {lr:.1e} {shown - began:.0f} s", flush=True)
+    model.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the model and the tokenizer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--batch", type=int, default=64, help="demonstrations per step")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    tokenizer = build_tokenizer(args.out)
+    model = build_model(tokenizer, args.hidden, args.layers)
+    print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
+    train(model, Corpus(tokenizer, args.seed), args.steps, args.batch, args.lr)
+    model.half().save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    main()
