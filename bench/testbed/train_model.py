@@ -1,8 +1,11 @@
 """Train the testbed's tiny Qwen2 model and tokenizer from scratch on demonstrations of both tasks.
 
-The committed model was made with the defaults:
+    python -m bench.testbed.train_model --out DIR
 
-    python -m bench.testbed.train_model --out bench/testbed/model
+The committed model is not one run of this command. It was trained with it for about 1,000 steps, then for 310 more
+steps in three short stages on demonstrations with long ones oversampled and stalls confined to the first 16 lines,
+and is the weighted mean of the last two stages (0.59 and 0.41), because loops and late bloomers trade against each
+other. bench.testbed.statistics says what it does; a recipe that gives the same in one command is still to be found.
 """
 
 from __future__ import annotations
@@ -194,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the model and the tokenizer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--batch", type=int, default=64, help="demonstrations per step")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--hidden", type=int, default=128)
