@@ -45,7 +45,7 @@ _CPU = [
 def fully_async(model: str, train_file: str, val_file: str, reward_file: str, run_dir: str, *,
                 prompt_length: int = 64, response_length: int = 512, group_size: int = 8, mini_batch: int = 8,
                 rollout_steps: int = 1_000_000, staleness: float = 0.5, sync_every: int = 1, concurrent: int = 8,
-                learning_rate: float = 1e-3, max_num_seqs: int = 64) -> list[str]:
+                learning_rate: float = 3e-4, max_num_seqs: int = 64) -> list[str]:
     """Overrides of verl's fully-async GRPO: one trainer, one rollout replica.
 
     Lengths are tokens, `mini_batch`, `concurrent` and `rollout_steps` are prompts (groups of `group_size` responses).
