@@ -15,6 +15,7 @@ from bench.compare import Result  # noqa: E402
 
 COLOURS = ("#7a7a7a", "#c2410c", "#1d4ed8", "#15803d")
 LENGTH_BINS = 40
+TIMELINE_BIN_S = 10.0
 DPI = 130
 TITLE = "ES-GRPO quickstart: verl 0.9.1 fully async GRPO, plain and with the overlay"
 
@@ -23,6 +24,25 @@ table{border-collapse:collapse;margin:1rem 0}td,th{padding:.25rem .9rem;border-b
 th{background:#f9fafb}td:not(:first-child){font-variant-numeric:tabular-nums}img{max-width:100%}
 code,pre{background:#f3f4f6;padding:.1rem .3rem;border-radius:3px}pre{overflow:auto;padding:.6rem}
 .note{color:#6b7280}.APPLIED{color:#15803d}.NOT_NEEDED,.ABSENT{color:#6b7280}.DISABLED{color:#b45309}"""
+
+
+def time_average(timeline: list[tuple[float, float]], width: float = TIMELINE_BIN_S) -> list[tuple[float, float]]:
+    """Time-weighted means of a step function, given as (second, value from then on), over bins of `width` seconds.
+
+    A point stands at the middle of its bin. The raw steps of two arms would cover one another.
+    """
+    sums: dict[int, float] = {}
+    spans: dict[int, float] = {}
+    for (start, value), (end, _) in zip(timeline, timeline[1:], strict=False):
+        while start < end:
+            bin_number = int(start // width)
+            piece = min(end, (bin_number + 1) * width) - start
+            sums[bin_number] = sums.get(bin_number, 0.0) + value * piece
+            spans[bin_number] = spans.get(bin_number, 0.0) + piece
+            start += piece
+            if piece <= 0:  # float rounding at a bin's edge
+                break
+    return [((number + 0.5) * width, sums[number] / spans[number]) for number in sorted(spans) if spans[number] > 0]
 
 
 def picture(results: list[Result], path: Path) -> None:
@@ -36,10 +56,11 @@ def picture(results: list[Result], path: Path) -> None:
         reward.axhline(result.target, color=colour, lw=0.8, ls=":")
         length.hist(result.lengths, bins=edges, histtype="step", lw=1.6, color=colour, label=result.name)
         if result.timeline:
-            running.step(*zip(*result.timeline, strict=True), where="post", lw=0.9, color=colour, label=result.name)
+            running.plot(*zip(*time_average(result.timeline), strict=True), lw=1.6, color=colour, label=result.name)
     reward.set(title="held-out reward (dotted: target)", xlabel="seconds since ready", ylabel="mean reward")
     length.set(title="response length", xlabel="tokens", ylabel="responses", xscale="log")
-    running.set(title="running requests in the engine", xlabel="seconds since ready", ylabel="requests")
+    running.set(title=f"running requests in the engine (mean of {TIMELINE_BIN_S:.0f} s)", ylim=(0, None),
+                xlabel="seconds since ready", ylabel="requests")
     for axis in (reward, length, running):
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False)

@@ -1,9 +1,17 @@
-"""One real fully-async run: Ray actors, vLLM's EngineCore process, weight syncs, an optimiser, the overlay in all."""
+"""Real fully-async runs: Ray actors, vLLM's EngineCore process, weight syncs, an optimiser, the overlay in all.
+
+Three starts: one runs to its end, one has a reward that raises, one loses its engine. Each has another loss.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +27,7 @@ SEGMENT = "+actor_rollout_ref.rollout.segment"
 GROUP_SIZE, MINI_BATCH, PROMPTS = 4, 8, 48
 RESPONSE_LENGTH = 384
 EXACT_KL = 1e-6  # vLLM and FSDP hold the same weights: only float32 rounding may differ
+NEVER_WAIT = 4.0  # staleness at which the rollouter still generates whenever the trainer syncs, on any machine
 
 # Every hook that this run needs, by the kind of process that needs it.
 EXPECTED = {
@@ -32,14 +41,15 @@ EXPECTED = {
 }
 
 
-def overrides(tmp_path: Path, run_dir: Path, *extra: str, reward: Path | None = None, prompts: int = PROMPTS) -> list:
+def overrides(tmp_path: Path, run_dir: Path, *extra: str, reward: Path | None = None, prompts: int = PROMPTS,
+              **options) -> list[str]:
     data = tmp_path / "data"
     make_data.write("search", 3, {"train": 256, "val": 16}, data)
     testbed = ROOT / "bench" / "testbed"
     return [*cpu_stack.fully_async(str(testbed / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
                                    str(reward or testbed / "reward.py"), str(run_dir),
                                    response_length=RESPONSE_LENGTH, group_size=GROUP_SIZE, mini_batch=MINI_BATCH,
-                                   rollout_steps=prompts, concurrent=4),
+                                   rollout_steps=prompts, concurrent=4, **options),
             'trainer.logger=["console","file"]', *extra]
 
 
@@ -50,8 +60,15 @@ def run(tmp_path_factory) -> Path:
     arm.run("e2e", overrides(
         tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
         f"{SEGMENT}.prune.repetition.enable=True", f"{SEGMENT}.prune.repetition.min_count=6",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=pois"), run_dir, ROOT / "overlay")
+        "actor_rollout_ref.actor.policy_loss.loss_mode=pois", staleness=NEVER_WAIT), run_dir, ROOT / "overlay")
     return run_dir
+
+
+def metrics_of(run_dir: Path, key: str) -> list[dict]:
+    """The trainer's metric rows that have `key`."""
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if key in row]
 
 
 def test_every_process_has_every_hook_it_needs(run):
@@ -67,11 +84,11 @@ def test_every_process_has_every_hook_it_needs(run):
 
 
 def test_at_least_three_weight_syncs_and_exact_first_batch(run):
-    rows = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    updates = [row for row in rows if "esgrpo/pois/log_kl_rollout_current" in row]
+    updates = metrics_of(run, "esgrpo/pois/log_kl_rollout_current")
     assert len(updates) >= 3
     assert abs(updates[0]["esgrpo/pois/log_kl_rollout_current"]) < EXACT_KL
-    assert all("esgrpo/bubble_rate" in row for row in rows if "fully_async/rollouter/version_time" in row)
+    versions = metrics_of(run, "fully_async/rollouter/version_time")
+    assert versions and all("esgrpo/bubble_rate" in row for row in versions)
     assert all("esgrpo/version_span/max" in row and "esgrpo/prune/rate" in row for row in updates)
 
 
@@ -108,47 +125,51 @@ def test_partial_rollouts_yields_and_pruning_happened(run):
 
 
 def test_nothing_is_left_running_and_status_reads_the_run(run):
-    import subprocess
-    import sys
-
     result = subprocess.run([sys.executable, "-m", "esgrpo", "status", str(run)], capture_output=True, text=True,
                             env={**os.environ, "PYTHONPATH": str(ROOT / "overlay")})
     assert result.returncode == 0 and "engine-core" in result.stdout
     assert "segment-scheduler" in result.stdout
 
 
-FAILING_REWARD = """
-import os, pathlib
+SCORES_BEFORE_FAILURE = 200  # six mini-batches and what may be in flight: several updates have happened by then
+FAILING_REWARD = f"""
 COUNT = 0
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     global COUNT
     COUNT += 1
-    if COUNT > 40:
+    if COUNT > {SCORES_BEFORE_FAILURE}:
         raise ValueError("the scorer broke on purpose")
-    return {"score": 0.0, "acc": False}
+    return {{"score": float(COUNT % 2), "acc": bool(COUNT % 2)}}
 """
 
 
 def test_a_reward_function_that_raises_ends_the_run_loudly(tmp_path):
+    """Under POIS against the last synced version, with two optimiser steps between two weight syncs."""
     reward = tmp_path / "reward.py"
     reward.write_text(FAILING_REWARD)
     run_dir = tmp_path / "run"
     with pytest.raises(RuntimeError, match="exit code 1") as failure:
         arm.run("reward", overrides(tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64",
-                                    reward=reward), run_dir, ROOT / "overlay")
-    assert "rollout" in str(failure.value) and "broke on purpose" in (run_dir / "log.txt").read_text()
-    responses = read(str(run_dir), "responses")
-    keys = [(r["group"], r["member"]) for r in responses]
-    assert len(set(keys)) == len(keys)
+                                    f"{SEGMENT}.pois.anchor=version",
+                                    "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
+                                    reward=reward, prompts=2000, sync_every=2), run_dir, ROOT / "overlay")
+    log = (run_dir / "log.txt").read_text()
+    assert "rollout" in str(failure.value) and "broke on purpose" in log
+    assert "bypass_mode: True -> False" in log  # the driver says that it changed the user's setting
+    _no_sample_twice(run_dir)
+    updates = metrics_of(run_dir, "esgrpo/pois/log_kl_rollout_current")
+    assert updates and abs(updates[0]["actor/ppo_kl"]) < EXACT_KL
 
 
-def _kill_engine_when_busy(run_dir: Path, killed: list[int]) -> None:
-    """Waits until responses arrive, then kills vLLM's EngineCore by its reported pid."""
-    import signal
-    import time
+def _no_sample_twice(run_dir: Path) -> None:
+    keys = [(r["group"], r["member"]) for r in read(str(run_dir), "responses")]
+    assert keys and len(set(keys)) == len(keys)
 
-    for _ in range(1200):
-        if len(read(str(run_dir), "responses")) > GROUP_SIZE:
+
+def _kill_engine_after_two_updates(run_dir: Path, killed: list[int]) -> None:
+    """Kills vLLM's EngineCore by its reported pid while the run is in full swing."""
+    for _ in range(2400):
+        if len(metrics_of(run_dir, "esgrpo/sais/log_kl_rollout_current")) >= 2:
             reports = json.loads((run_dir / "esgrpo" / "hooks.json").read_text())
             killed.append(next(r["pid"] for r in reports if r["process"] == "engine-core"))
             os.kill(killed[0], signal.SIGKILL)
@@ -157,14 +178,20 @@ def _kill_engine_when_busy(run_dir: Path, killed: list[int]) -> None:
 
 
 def test_a_vllm_engine_killed_mid_run_ends_the_run_loudly(tmp_path):
-    import threading
-
+    """Under SAIS with DMMPTs, stragglers of a group finished early."""
     run_dir, killed = tmp_path / "run", []
-    thread = threading.Thread(target=_kill_engine_when_busy, args=(run_dir, killed), daemon=True)
+    thread = threading.Thread(target=_kill_engine_after_two_updates, args=(run_dir, killed), daemon=True)
     thread.start()
     with pytest.raises(RuntimeError, match="exit code 1"):
         arm.run("killed", overrides(tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64",
+                                    f"{SEGMENT}.prune.finish_group_after=3", f"{SEGMENT}.dmmpt.enable=True",
+                                    f"{SEGMENT}.dmmpt.sigma=2.0",
+                                    "actor_rollout_ref.actor.policy_loss.loss_mode=sais",
                                     prompts=2000), run_dir, ROOT / "overlay")
     assert killed
-    keys = [(r["group"], r["member"]) for r in read(str(run_dir), "responses")]
-    assert len(set(keys)) == len(keys)
+    _no_sample_twice(run_dir)
+    updates = metrics_of(run_dir, "esgrpo/sais/log_kl_rollout_current")
+    assert abs(updates[0]["actor/ppo_kl"]) < EXACT_KL
+    assert all(0 < row["esgrpo/dmmpt/masked_fraction"] < 1 for row in updates)
+    finished = [r for r in read(str(run_dir), "responses") if r["outcome"] == "prune"]
+    assert finished and all(r["rule"] != "repetition" for r in finished)
