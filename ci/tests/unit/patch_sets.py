@@ -9,8 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 FILES = {"pkg/a.py": "".join(f"line_{i} = {i}\n" for i in range(40)), "pkg/b.py": "def b():\n    return 1\n"}
 HEADER = {"Target": "pkg.a:line", "Process": "driver", "Kind": "replace", "Why": "it is wrong",
-          "Invariant": "it is right", "Applies": "pkg ==1", "Fixed-In": "none", "Upstream-Status": "Pending", "Remove-When": "fixed",
-          "Debt": "temporary", "Conflicts": "none", "Rebinds": "none", "Hook": "none", "Test": "none"}
+          "Invariant": "it is right", "Applies": "pkg ==1", "Fixed-In": "none", "Upstream-Status": "Pending",
+          "Remove-When": "fixed", "Debt": "temporary", "Conflicts": "none", "Rebinds": "none",
+          "Hook": "none", "Test": "none"}
 # slug -> path -> (old, new); the last two touch neighbouring lines, so the second needs the first
 CHANGES = {
     "change-first-line": {"pkg/a.py": ("line_1 = 1", "line_1 = -1"), "pkg/b.py": ("return 1", "return 2")},
