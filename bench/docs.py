@@ -1,4 +1,4 @@
-"""Fills the generated parts of README.md and README_zh.md: the config table and the quickstart table.
+"""Fills what is generated: config, compatibility and quickstart tables of the READMEs, tox environments in setup.cfg.
 
 usage: python -m bench.docs [--table runs/quickstart/table.json] [--check]
 """
@@ -12,10 +12,12 @@ import re
 import sys
 from pathlib import Path
 
+from esgrpo import compat
 from esgrpo.config import Segment
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = (ROOT / "README.md", ROOT / "README_zh.md")
+SETUP = ROOT / "setup.cfg"
 
 
 def config_rows(cls=Segment, prefix: str = "") -> list[list[str]]:
@@ -43,6 +45,19 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
+def compatibility_rows() -> list[list[str]]:
+    """One row a tested tuple, best level first: level, versions, date, the command that shows it again."""
+    rows = sorted(compat.load(), key=lambda row: compat.LEVELS.index(row.level))
+    return [[row.level, ", ".join(f"{name} {version}" for name, version in row.versions.items()), row.date,
+             f"`--only {row.cell}`"] for row in rows]
+
+
+def tox_environments(text: str) -> str:
+    """setup.cfg with one tox environment for each matrix cell."""
+    cells = "".join(f"\n    {row.cell}" for row in compat.load())
+    return re.sub(r"(?m)^env_list =(?:\n    \S+)*", lambda _: f"env_list ={cells}", text)
+
+
 def fill(text: str, name: str, content: str) -> str:
     """Replace what stands between <!-- name --> and <!-- /name -->; the first time, the end mark is added."""
     block = f"<!-- {name} -->\n{content}\n<!-- /{name} -->"
@@ -56,9 +71,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when the table is stale")
     options = parser.parse_args(argv)
     stale = False
+    setup = SETUP.read_text(encoding="utf-8")
+    generated = tox_environments(setup)
+    stale |= generated != setup
+    if not options.check:
+        SETUP.write_text(generated, encoding="utf-8")
     for path in READMES:
         old = text = path.read_text(encoding="utf-8")
         text = fill(text, "config-table", markdown([["key", "default", "allowed", "meaning"], *config_rows()]))
+        text = fill(text, "compat-table", markdown([["level", "versions", "date", "`bash ci/matrix.sh`"],
+                                                    *compatibility_rows()]))
         if options.table:
             run = json.loads(options.table.read_text())
             notes = "\n".join(f"- {note}" for note in run["notes"])
@@ -67,8 +89,8 @@ def main(argv: list[str] | None = None) -> int:
         if not options.check:
             path.write_text(text, encoding="utf-8")
     if options.check and stale:
-        print("esgrpo: README: the config table is stale | wanted the fields of esgrpo.config.Segment | CI stops | "
-              "run python -m bench.docs", file=sys.stderr)
+        print("esgrpo: README or setup.cfg is stale | wanted the fields of esgrpo.config.Segment and the rows of "
+              "compat.toml | CI stops | run python -m bench.docs", file=sys.stderr)
     return int(options.check and stale)
 
 

@@ -1,4 +1,4 @@
-"""Command line: esgrpo run | status."""
+"""Command line: esgrpo run | status | drift."""
 
 from __future__ import annotations
 
@@ -93,6 +93,12 @@ def status(arguments) -> int:
     return 1 if any(engine.not_in_place(r["hooks"]) for r in reports) else 0
 
 
+def drift(arguments) -> int:
+    from esgrpo import drift as comparison
+
+    return comparison.main(arguments.release)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="esgrpo", description="ES-GRPO overlay for verl + vLLM")
     commands = top.add_subparsers(dest="name", required=True)
@@ -103,6 +109,11 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("run_dir", nargs="?", help="run directory (trainer.default_local_dir)")
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(function=status)
+    sub = commands.add_parser("drift", help="what a release changes for the hooks: esgrpo drift vllm==0.33.0",
+                              description="Downloads the release, installs nothing. Exit code 0: unchanged or moved; "
+                                          "1: changed or gone; 2: unusable.")
+    sub.add_argument("release", nargs="+", metavar="NAME==VERSION")
+    sub.set_defaults(function=drift)
     return top
 
 

