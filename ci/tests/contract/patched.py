@@ -99,7 +99,8 @@ def load(path: Path, name: str, stand_ins: dict[str, object]) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = str(path)
     module.__builtins__ = {**vars(builtins), "__import__": importer}
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(module))
+    # dont_inherit: the __future__ imports of this file are not those of that one
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True), vars(module))
     return module
 
 
