@@ -27,10 +27,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import verl.trainer.ppo.core_algos as core_algos  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
-from recipe.fully_async_policy.agent_loop import (
-    agent_loop,  # noqa: E402
-    partial_single_turn_agent_loop,  # noqa: E402, F401
-)
+from recipe.fully_async_policy.agent_loop import agent_loop  # noqa: E402
 from recipe.fully_async_policy.detach_utils import prepare_single_generation_data  # noqa: E402
 from recipe.fully_async_policy.vllm_rollout import vllm_async_server  # noqa: E402
 from scripted_engine import FIRST_ID, ScriptedEngine  # noqa: E402
