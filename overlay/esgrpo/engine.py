@@ -220,11 +220,10 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
         return State.PENDING, f"{release.upstream} {version}", found
     what = f"{missing} is missing" if found is None else f"fingerprint {found}"
     needed = [slug for r in hook.releases for slug in r.patches if public_version(version) in r.fingerprints]
-    if needed:
-        what += f"; it presumes the git patches {', '.join(needed)}: see ./apply.sh"
+    hint = f"; it presumes the git patches {', '.join(needed)}: see ./apply.sh" if needed else ""
     if version in known:
-        return State.DRIFTED, f"{release.upstream} {version}: {what}, expected {known[version]}", found or ""
-    return State.INCOMPATIBLE, f"{release.upstream} {version}: {what}, tested {', '.join(known)}", found or ""
+        return State.DRIFTED, f"{release.upstream} {version}: {what}, expected {known[version]}{hint}", found or ""
+    return State.INCOMPATIBLE, f"{release.upstream} {version}: {what}, tested {', '.join(known)}{hint}", found or ""
 
 
 def _activate(record: Record) -> None:

@@ -26,6 +26,19 @@ def trees(tmp_path_factory) -> dict[str, Path]:
     return _trees
 
 
+_megatron: dict[str, dict] = {}
+
+
+def megatron_answers(run_python, overlay, tmp_path_factory) -> dict[str, dict]:
+    """The same for the Megatron actor: "pristine" and "patched" with the overlay loaded."""
+    if not _megatron:
+        for kind in ("pristine", "patched"):
+            done = run_python(HERE / "legacy_megatron_probe.py", path=(trees(tmp_path_factory)[kind], overlay, HERE),
+                              ESGRPO_ENABLE="1", ESGRPO_FEATURES="observe,pois,dmmpt", timeout=300)
+            _megatron[kind] = json.loads(done.stdout.splitlines()[-1])
+    return _megatron
+
+
 def answers(run_python, overlay, tmp_path_factory) -> dict[str, dict]:
     """By kind: "pristine" and "patched" with the overlay loaded, "alone" is patched without it."""
     if not _answers:

@@ -24,6 +24,7 @@ sys.meta_path.insert(0, release_0_7_0.StandIns("verl.utils.vllm.vllm_fp8_utils",
                                                "verl.workers.rollout.vllm_rollout.vllm_rollout"))
 
 import numpy as np  # noqa: E402
+import ray  # noqa: E402
 import torch  # noqa: E402
 import verl.trainer.ppo.core_algos as core_algos  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
@@ -182,7 +183,32 @@ async def advantages():
     return {**scene.answer(batch), "advantages": {name: value.tolist() for name, value in estimate.items()}}
 
 
+async def by_value():
+    """What arrives in another process: Ray pickles the modified class by value, closures included."""
+    import subprocess
+    import tempfile
+
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(ray.cloudpickle.dumps(shipped(agent_loop.FullyAsyncAgentLoopWorker)))
+        file.flush()
+        done = subprocess.run([sys.executable, __file__, "--load", file.name], env={**os.environ, "ESGRPO_ENABLE": "0"},
+                              capture_output=True, text=True, check=True)
+    server = vllm_async_server.vLLMHttpServerForPartial.__ray_metadata__.method_meta.methods
+    return {"carried": json.loads(done.stdout.splitlines()[-1]),
+            "methods": sorted(name for name in server if name.startswith("esgrpo_"))}  # what a handle is made from
+
+
+def carried(path: str) -> list[str]:
+    """Slugs of the hooks that came along, in a process that has none of its own."""
+    from esgrpo import engine
+
+    arrived = pickle.loads(Path(path).read_bytes())
+    slugs = {"partial-group": "generate_sequences_no_post", "partial-members": "_partial_run_agent_loop"}
+    return [slug for slug, name in slugs.items() if engine.carries(getattr(arrived, name), slug)]
+
+
 CASES = {
+    "by-value": by_value,
     "soft": lambda: to_the_end(REPETITION),
     "yield": lambda: to_the_end({"boundary": "yield", **REPETITION}),
     "group": lambda: to_the_end({"boundary": "yield", "prune": {"finish_group_after": 2}}),
@@ -193,6 +219,9 @@ CASES = {
 
 
 def main():
+    if sys.argv[1] == "--load":
+        print(json.dumps(carried(sys.argv[2])))
+        return
     answers = {}
     for name in sys.argv[1:]:
         try:

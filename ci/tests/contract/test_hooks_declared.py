@@ -68,6 +68,13 @@ def test_tested_versions_are_inside_the_specifier(code):
             assert SpecifierSet(release.spec).contains(version, prereleases=True), (release.spec, version)
 
 
+def test_the_git_patches_that_a_release_presumes_exist(code):
+    for release in code.HOOK.releases:
+        for version in release.fingerprints if release.patches else ():
+            directory = HOOKS.parents[2] / "patches" / release.upstream / f"v{version}"
+            assert [slug for slug in release.patches if not (directory / f"{slug}.patch").is_file()] == []
+
+
 def test_the_file_has_what_its_kind_needs(code):
     if code.HOOK.kind == "add":
         assert callable(code.apply) and callable(code.installed) and not hasattr(code, "build")

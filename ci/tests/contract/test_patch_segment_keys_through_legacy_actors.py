@@ -1,11 +1,15 @@
-"""Registered losses in v0.7.0's legacy actors: real update_policy of the FSDP actor on a CPU, pristine and patched."""
+"""Registered losses in v0.7.0's legacy actors, pristine and patched.
+
+The FSDP actor updates a tiny model on a CPU; the Megatron actor has a loop for a pipeline and a table for a model.
+"""
 
 import pytest
 
-from ci.tests.contract.legacy_actor_answers import DRIFT, ROWS, answers
+from ci.tests.contract.legacy_actor_answers import DRIFT, ROWS, answers, megatron_answers
 
 pytest.importorskip("verl")
 pytestmark = pytest.mark.slow
+LENGTH = 5  # of the probe's responses
 
 
 @pytest.fixture
@@ -64,3 +68,26 @@ def test_the_on_policy_shortcut_does_not_hide_the_drift(seen, case):
 def test_dmmpt_masks_by_acc_which_differs_from_the_score(seen):
     """tau 0 and a large sigma mask every token of a correct row; acc calls one row of four correct, the score two."""
     assert metric(seen["patched"]["dmmpt"], "esgrpo/dmmpt/masked_fraction") == pytest.approx(1 / ROWS)
+
+
+@pytest.fixture
+def seen_by_megatron(run_python, overlay, tmp_path_factory):
+    return megatron_answers(run_python, overlay, tmp_path_factory)
+
+
+def test_the_megatron_actor_hands_over_columns_and_entropy_only_when_patched(seen_by_megatron):
+    upstream, patched = (seen_by_megatron[kind]["probe"]["seen"] for kind in ("pristine", "patched"))
+    assert upstream and all(call == {"keys": [], "entropy": None} for call in upstream)
+    assert all({"token_level_scores", "rm_scores", "acc", "rollout_log_probs"} <= set(c["keys"]) for c in patched)
+    assert all(call["entropy"] == [ROWS / 2, LENGTH] and "absent" not in call["keys"] for call in patched)
+
+
+def test_the_megatron_actors_other_losses_are_as_upstream(seen_by_megatron):
+    assert seen_by_megatron["pristine"]["vanilla"] == seen_by_megatron["patched"]["vanilla"]
+
+
+def test_pois_with_dmmpt_in_the_megatron_actor(seen_by_megatron):
+    answer = seen_by_megatron["patched"]["pois"]
+    assert metric(answer, "esgrpo/pois/log_kl_rollout_current") == pytest.approx(DRIFT, abs=1e-5)
+    assert metric(answer, "esgrpo/dmmpt/masked_fraction") == pytest.approx(1 / ROWS)  # acc, a boolean, decides
+    assert "Unsupported loss mode: pois" in seen_by_megatron["pristine"]["pois"]["error"]

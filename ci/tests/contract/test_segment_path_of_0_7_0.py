@@ -31,8 +31,9 @@ def answers(run_python, overlay, tmp_path_factory):
         if kind not in _answers:
             slugs, loaded = KINDS[kind]
             tree = release_0_7_0.whole_tree(tmp_path_factory.mktemp(kind), slugs)
-            done = run_python(HERE / "segment_path_probe.py", *CASES, path=(tree, overlay, HERE), timeout=300,
-                              ESGRPO_FEATURES="observe,segment,prune,yield", ESGRPO_ENABLE="1" if loaded else "0")
+            done = run_python(HERE / "segment_path_probe.py", *CASES, "by-value", timeout=300,
+                              path=(tree, overlay, HERE), ESGRPO_FEATURES="observe,segment,prune,yield",
+                              ESGRPO_ENABLE="1" if loaded else "0")
             _answers[kind] = json.loads(done.stdout.splitlines()[-1])
         return _answers[kind]
 
@@ -133,6 +134,12 @@ def test_without_the_patches_the_hooks_refuse_and_nothing_reaches_the_engine(ans
     assert all(attempt["segment"] is None for attempt in answer["yield"]["submitted"])
     assert max(attempt["max_tokens"] for attempt in answer["yield"]["submitted"]) > BUDGET
     assert all(mask for mask in (row["mask"] for row in answer["soft"]["rows"]))
+
+
+def test_the_hooks_travel_with_the_classes_that_ray_ships_by_value(answers):
+    methods = ["esgrpo_engine_reports", "esgrpo_finish_group", "esgrpo_take_windows"]
+    assert answers("full")["by-value"] == {"carried": ["partial-group", "partial-members"], "methods": methods}
+    assert answers("alone")["by-value"] == {"carried": [], "methods": []}
 
 
 def test_every_hook_of_the_worker_is_settled(answers):
