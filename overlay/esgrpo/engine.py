@@ -41,11 +41,15 @@ ACCEPTED = FINE | {State.DISABLED}  # what the user switched off by name does no
 
 @dataclass(frozen=True)
 class Release:
-    """Tested releases of one upstream: PEP 508 specifier and the joint fingerprint of the targets per version."""
+    """Tested releases of one upstream: PEP 508 specifier and the joint fingerprint of the targets per version.
+
+    `patches` are the slugs of git patches that these fingerprints presume.
+    """
 
     upstream: str
     spec: str
     fingerprints: dict[str, str]
+    patches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Hook:
     features: tuple[str, ...] = ()  # needed when one of these is on; empty: always
     relies_on: tuple[str, ...] = ()
     rebinds: tuple[str, ...] = ()  # "module:name" aliases that `from x import f` made before we came
+    without: tuple[tuple[str, str], ...] = ()  # (specifier, reason): releases in which this hook has no place
 
     @property
     def module(self) -> str:
@@ -168,6 +173,30 @@ def _copies_of(name: str) -> list:
     return [module for module in (sys.modules.get(name), alias) if module is not None]
 
 
+def public_version(version: str) -> str:
+    """Without dev, pre and local parts: a checkout of the tag v0.7.0 calls itself 0.7.0.dev0."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(version).base_version
+    except InvalidVersion:
+        return version
+
+
+def has_no_place(hook: Hook, version: str) -> str:
+    """Why the hook has nothing to do in this release; empty when it has."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    for specifier, reason in hook.without:
+        try:
+            if SpecifierSet(specifier).contains(public_version(version)):
+                return reason
+        except InvalidVersion:  # a checkout that does not know its version: the fingerprint decides alone
+            return ""
+    return ""
+
+
 def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]:
     """May this hook act here? Returns (state, detail, found fingerprint); PENDING means yes."""
     slugs = disabled_slugs()
@@ -182,14 +211,19 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
     version = upstream_version(release.upstream)
     if version is None:
         return State.ABSENT, f"{release.upstream} is not installed", ""
+    reason = has_no_place(hook, version)
+    if reason:
+        return State.NOT_NEEDED, f"{release.upstream} {version}: {reason}", ""
     found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), search)
     known = {v: f for r in hook.releases for v, f in r.fingerprints.items()}
     if found is not None and found in known.values():
         return State.PENDING, f"{release.upstream} {version}", found
     what = f"{missing} is missing" if found is None else f"fingerprint {found}"
+    needed = [slug for r in hook.releases for slug in r.patches if public_version(version) in r.fingerprints]
+    hint = f"; it presumes the git patches {', '.join(needed)}: see ./apply.sh" if needed else ""
     if version in known:
-        return State.DRIFTED, f"{release.upstream} {version}: {what}, expected {known[version]}", found or ""
-    return State.INCOMPATIBLE, f"{release.upstream} {version}: {what}, tested {', '.join(known)}", found or ""
+        return State.DRIFTED, f"{release.upstream} {version}: {what}, expected {known[version]}{hint}", found or ""
+    return State.INCOMPATIBLE, f"{release.upstream} {version}: {what}, tested {', '.join(known)}{hint}", found or ""
 
 
 def _activate(record: Record) -> None:

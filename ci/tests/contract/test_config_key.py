@@ -1,8 +1,8 @@
 """`+actor_rollout_ref.rollout.segment.*` composes and converts on every verl release that the hook names.
 
 Releases that are not installed come as wheels from the package index, unpacked below ESGRPO_CACHE (default
-~/.cache/esgrpo) and put in front of the installed one. No import shims are needed: `verl.utils.config` and
-`verl.workers.config` of 0.7.1 to 0.9.1 import with the dependencies of 0.9.1.
+~/.cache/esgrpo) and put in front of the installed one. `verl.utils.config` and `verl.workers.config` of 0.7.1 to 0.9.1
+import with the dependencies of 0.9.1; 0.7.0 needs one name that transformers has given up.
 """
 
 import json
@@ -24,6 +24,9 @@ OVERRIDES = ["actor_rollout_ref.rollout.name=vllm",  # mandatory since 0.8.0
              "+actor_rollout_ref.rollout.segment.prune.repetition.enable=True"]
 SCRIPT = """
 import json, os, pickle, sys
+import transformers
+if not hasattr(transformers, "AutoModelForVision2Seq"):
+    transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
 from hydra import compose, initialize_config_dir
 import verl
 from verl.utils.config import omega_conf_to_dataclass

@@ -16,6 +16,7 @@ PROCESSES = {"driver", "task-runner", "rollouter", "trainer", "actor-worker", "r
              "reward-loop-worker", "vllm-server", "engine-core"}
 UPSTREAMS = {"verl", "vllm", "vllm_ascend", "torch", "torch_npu", "ray", "transformers", "tensordict", "omegaconf",
              "hydra", "mindspeed", "megatron", "wrapt"}
+DISTRIBUTION_OF = {"recipe": "verl"}  # the recipes of verl <= 0.7.0 are a package beside verl in its repository
 FEATURES = {"cpu", "observe", "segment", "prune", "yield", "dmmpt", "pois", "sais"}
 # 0, 1 and -1 index and count; anything else is a decision, and decisions live in algo/ or in the config.
 PLAIN_NUMBERS = {0, 1, -1}
@@ -56,7 +57,7 @@ def test_the_declaration_is_complete(code):
         assert re.fullmatch(r"[\w.]+:[\w.]+", target), target
     for release in hook.releases:
         assert release.fingerprints and all(re.fullmatch("[0-9a-f]{16}", f) for f in release.fingerprints.values())
-        assert release.upstream == hook.module.partition(".")[0]
+        assert release.upstream == DISTRIBUTION_OF.get(root := hook.module.partition(".")[0], root)
 
 
 def test_tested_versions_are_inside_the_specifier(code):
@@ -65,6 +66,13 @@ def test_tested_versions_are_inside_the_specifier(code):
     for release in code.HOOK.releases:
         for version in release.fingerprints:
             assert SpecifierSet(release.spec).contains(version, prereleases=True), (release.spec, version)
+
+
+def test_the_git_patches_that_a_release_presumes_exist(code):
+    for release in code.HOOK.releases:
+        for version in release.fingerprints if release.patches else ():
+            directory = HOOKS.parents[2] / "patches" / release.upstream / f"v{version}"
+            assert [slug for slug in release.patches if not (directory / f"{slug}.patch").is_file()] == []
 
 
 def test_the_file_has_what_its_kind_needs(code):
@@ -93,6 +101,8 @@ def drift(hook) -> list[str]:
     lines = []
     for upstream in {release.upstream for release in hook.releases}:
         version = engine.upstream_version(upstream)
+        if version and engine.has_no_place(hook, version):  # other releases only
+            continue
         known = {v: f for release in hook.releases for v, f in release.fingerprints.items()}
         found, missing = fingerprint.of_targets((hook.target, *hook.relies_on))
         if found != known.get(version):

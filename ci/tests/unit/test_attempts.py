@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,16 @@ def test_an_attempt_tells_the_scheduler_what_was_done_before():
     assert {"group": "g", "member": 2, "done_before": 0}.items() <= member.fields().items()
     member.record(output([1, 2, 3], "aborted", global_steps=4), 10)
     assert member.fields()["done_before"] == 3
+
+
+def test_a_member_goes_on_where_it_was_interrupted_under_another_version():
+    member = attempts.Member("g", 1, version=3)
+    member.record(output([1, 2], payload=payload("yield", [[-1, 2]], boundaries=1)), 10)
+    member.record(output([3], "aborted"), 12)
+    again = attempts.Member.resumed(json.loads(json.dumps(member.state())), version=5)
+    assert again.fields() == {"group": "g", "member": 1, "done_before": 3}
+    again.record(output([4, 5], payload=payload("finish", [[-1, 2]])), 13)
+    assert again.spans == [[3, 3], [5, 2]] and (again.tokens, again.attempts, again.boundaries) == (5, 3, 1)
 
 
 def test_neighbouring_spans_of_one_version_become_one():

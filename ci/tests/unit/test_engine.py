@@ -134,6 +134,33 @@ def test_tested_source_is_accepted_under_an_untested_version(script):
     assert script(source)[0] == {"a": "APPLIED", "result": "hooked plain x"}
 
 
+@pytest.mark.parametrize("without, state", [
+    ('(("==1.0", "the other hook does it"),)', "NOT_NEEDED"), ('((">=1.1", "the other hook does it"),)', "APPLIED"),
+    ("()", "APPLIED")])
+def test_a_hook_has_no_place_in_some_releases(script, without, state):
+    assert script(f"declare(without={without}); engine.boot(); import up.mod; show()")[0]["a"] == state
+
+
+@pytest.mark.parametrize("version, public", [("0.7.0.dev0", "0.7.0"), ("0.7.0", "0.7.0"), ("2.1.post1+cpu", "2.1"),
+                                             ("unknown", "unknown")])
+def test_a_checkout_of_a_tag_is_that_release(version, public):
+    """verl's tag v0.7.0 calls itself 0.7.0.dev, which a specifier would put before 0.7.0."""
+    hook = engine.Hook("a", "up:f", (), "wrap", "", (), "", without=(("==0.7.0", "reason"),))
+    assert engine.public_version(version) == public
+    assert engine.has_no_place(hook, version) == ("reason" if public == "0.7.0" else "")
+
+
+def test_a_refusal_names_the_git_patches(script):
+    said, _ = script("""
+declare(tested={"1.0": "0" * 16})
+record = engine._records["a"]
+import dataclasses
+release = dataclasses.replace(record.hook.releases[0], patches=("mend-this", "mend-that"))
+record.hook = dataclasses.replace(record.hook, releases=(release,))
+engine.boot(); import up.mod; show(detail=record.detail)""")
+    assert said["a"] == "DRIFTED" and "mend-this, mend-that" in said["detail"] and "apply.sh" in said["detail"]
+
+
 def test_a_changed_helper_is_drift_too(script, up):
     known = "{'1.0': fingerprint.of_targets(('up.mod:f', 'up.mod:C.method'))[0]}"
     source = f"declare(tested={known}, relies_on=('up.mod:C.method',)); engine.boot(); " + IMPORT + RESULT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from esgrpo.hooks.verl.reports import find_problem
+from esgrpo.hooks.verl.reports import find_problem, of_rollouter
 
 
 def row(slug: str, state: str, needed: bool = True) -> dict:
@@ -41,3 +41,13 @@ def test_a_process_with_other_settings_or_another_release_is_refused():
 
 def test_a_server_without_an_engine_core_report_is_refused():
     assert "0 EngineCore reports" in str(find_problem(GOOD[:2]))
+
+
+def test_the_rollouter_of_0_7_0_names_what_it_created():
+    """One manager has both the servers and the agent loops there, and no reward loop has actors of its own."""
+    from types import SimpleNamespace
+
+    replicas = [SimpleNamespace(servers=["s0"], workers=["w0", "w1"]), SimpleNamespace(servers=["s1"], workers=["w2"])]
+    manager = SimpleNamespace(rollout_replicas=replicas, agent_loop_workers=["a0"])
+    assert of_rollouter(SimpleNamespace(async_rollout_manager=manager)) == {
+        "vllm-server": ["s0", "s1"], "rollout-worker": ["w0", "w1", "w2"], "agent-loop-worker": ["a0"]}

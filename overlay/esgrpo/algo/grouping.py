@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 RUNNING, FINISHED, PRUNED, FAILED = "running", "finished", "pruned", "failed"
+CARRIED = "carried"  # interrupted and handed back: it goes on later, perhaps under another coordinator
 
 
 class GroupCollision(ValueError):
-    """Two different prompts share a group id while both are running."""
+    """Two different prompts share a group id while both are running, or two members a number."""
 
 
 @dataclass
@@ -29,20 +30,30 @@ class GroupCoordinator:
         self.finish_after = finish_after
         self.groups: dict[str, Group] = {}
 
-    def join(self, group_id: str, size: int) -> int:
-        """A member starts; returns its number, 0 .. size - 1 in order of arrival.
+    def reopen(self, group_id: str, size: int, ended: dict[int, str]) -> None:
+        """A group comes back with the members that have ended elsewhere; the others join again, by number.
 
-        Raises GroupCollision when the group already has `size` members.
+        Raises GroupCollision when the group is running here.
+        """
+        if group_id in self.groups:
+            raise GroupCollision(group_id)
+        if len(ended) < size:
+            self.groups[group_id] = Group(size, dict(ended))
+
+    def join(self, group_id: str, size: int, number: int | None = None) -> int:
+        """A member starts; returns its number: the one it had before, or 0 .. size - 1 in order of arrival.
+
+        Raises GroupCollision when the group already has `size` members, or a member of this number.
         """
         group = self.groups.setdefault(group_id, Group(size))
-        if len(group.members) >= group.size:
+        member = len(group.members) if number is None else number
+        if len(group.members) >= group.size or member in group.members:
             raise GroupCollision(group_id)
-        member = len(group.members)
         group.members[member] = RUNNING
         return member
 
     def leave(self, group_id: str, member: int, outcome: str) -> list[int]:
-        """A member ended as finished, pruned or failed; returns the members that should be finished now."""
+        """A member ended as finished, pruned, failed or carried; returns the members that should be finished now."""
         group = self.groups[group_id]
         if group.members[member] != RUNNING:
             raise ValueError(f"member {member} of {group_id} ended twice")
@@ -51,12 +62,16 @@ class GroupCoordinator:
         if not running and len(group.members) == group.size:
             del self.groups[group_id]
             return []
-        finished = sum(state == FINISHED for state in group.members.values())
-        if not self.finish_after or finished < self.finish_after:
+        if not self.has_enough(group_id):
             return []
         ask = [m for m in running if m not in group.asked]
         group.asked.update(ask)
         return ask
+
+    def has_enough(self, group_id: str) -> bool:
+        """True when so many members have finished that the others should."""
+        finished = sum(state == FINISHED for state in self.groups[group_id].members.values())
+        return 0 < self.finish_after <= finished
 
     def is_asked(self, group_id: str, member: int) -> bool:
         group = self.groups.get(group_id)

@@ -6,10 +6,12 @@ Set by the agent-loop worker in a context variable of the member's own task; rea
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import time
 from dataclasses import dataclass, field
 
 PAYLOAD = "esgrpo"
+STATE = "esgrpo_member"  # key in extra_fields under which an interrupted response carries its member
 ABORTED = ("aborted", "abort")
 
 current: contextvars.ContextVar[Member | None] = contextvars.ContextVar("esgrpo_member", default=None)
@@ -31,6 +33,16 @@ class Member:
     rule: str = ""
     spans: list[list[int]] = field(default_factory=list)  # [weight version, tokens], oldest first
     started: float = field(default_factory=time.time)
+    version: int | None = None  # set where no attempt lives through a weight sync: all its tokens are of this version
+
+    @classmethod
+    def resumed(cls, state: dict, version: int | None) -> Member:
+        """The member whose `state()` came back with an interrupted response."""
+        return cls(**{**state, "version": version})
+
+    def state(self) -> dict:
+        """All of it as a plain dict, to travel with an interrupted response."""
+        return dataclasses.asdict(self)
 
     def fields(self) -> dict:
         """What the scheduler needs to know about this attempt; msgpack-plain."""
@@ -52,6 +64,8 @@ class Member:
             spans, self.outcome, self.rule = payload["spans"], payload["outcome"], payload["rule"]
             self.boundaries += payload["boundaries"]
             self.logprob_sum += payload["logprob_sum"]
+        if self.version is not None:
+            spans = [[self.version, count]]
         for version, tokens in spans:
             if self.spans and self.spans[-1][0] == version:
                 self.spans[-1][1] += tokens

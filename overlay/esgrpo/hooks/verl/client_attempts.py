@@ -17,6 +17,7 @@ HOOK = Hook(
     remove_when="verl's client keeps stop_reason and extra_fields across attempts",
     features=("observe",),
     relies_on=("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
 

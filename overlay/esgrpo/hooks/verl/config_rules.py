@@ -54,7 +54,9 @@ def _losses(config, segment: Segment, features: frozenset[str]):
     if "sais" in features and not rollout.calculate_log_probs:
         _refuse("actor_rollout_ref.rollout.calculate_log_probs", False, "True with loss_mode=sais",
                 "set it: SAIS needs the log-probs of the version that made each token")
-    if "sais" in features and not correction.get("bypass_mode", False):
+    fully_async = config.get("async_training") or {}
+    legacy = "compute_prox_log_prob" in fully_async  # verl 0.7.0: the loss is handed the stored log-probs
+    if "sais" in features and not legacy and not correction.get("bypass_mode", False):
         _refuse("algorithm.rollout_correction.bypass_mode", correction.get("bypass_mode"), "True with loss_mode=sais",
                 "set it: else verl recomputes the log-probs that SAIS must read as stored")
     if "pois" not in features:
@@ -62,7 +64,15 @@ def _losses(config, segment: Segment, features: frozenset[str]):
     if actor.ppo_epochs > 1:
         _refuse("actor_rollout_ref.actor.ppo_epochs", actor.ppo_epochs, "1 with loss_mode=pois",
                 "nothing clips drift under POIS: set it to 1")
-    if segment.pois.anchor == "version" and correction.get("bypass_mode", False):
+    if segment.pois.anchor == "version" and legacy:
+        if not fully_async.use_rollout_log_probs:
+            _refuse("async_training.use_rollout_log_probs", False, "True with pois.anchor=version",
+                    "set it: else old log-probs are those of the current weights")
+        if not fully_async.compute_prox_log_prob:
+            fully_async.compute_prox_log_prob = True
+            yield ("async_training.compute_prox_log_prob: False -> True, because pois.anchor=version needs log-probs "
+                   "under the last synced weights")
+    elif segment.pois.anchor == "version" and correction.get("bypass_mode", False):
         config.algorithm.rollout_correction.bypass_mode = False
         yield ("algorithm.rollout_correction.bypass_mode: True -> False, because pois.anchor=version needs log-probs "
                "under the last synced weights")

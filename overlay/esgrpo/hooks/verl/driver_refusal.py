@@ -15,7 +15,15 @@ HOOK = Hook(
     why="an error raised in the task runner reaches the user as RayTaskError with three tracebacks",
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "50252b1e87358984"}),),
     remove_when="never: it presents our own errors",
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
+
+
+def cause_of(error, kind):
+    """The first error of this kind in the chain of causes, Ray's own included, or None."""
+    while error is not None and not isinstance(error, kind):
+        error = getattr(error, "cause", None) or error.__cause__
+    return error
 
 
 def build(original):
@@ -26,9 +34,9 @@ def build(original):
         try:
             return original(*args, **kwargs)
         except Exception as error:
-            cause = error
-            while cause is not None and not isinstance(cause, EsgrpoError):
-                cause = getattr(cause, "cause", None) or cause.__cause__
+            from esgrpo.hooks.verl.driver_refusal import cause_of
+
+            cause = cause_of(error, EsgrpoError)
             if cause is None:
                 raise
             sys.exit(str(cause))

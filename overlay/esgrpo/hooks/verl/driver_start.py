@@ -19,7 +19,10 @@ HOOK = Hook(
         "plugins are loaded earlier, without the config",
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "6fbd96ebdf82485e"}),),
     remove_when="verl calls a plugin with the composed config before ray.init",
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
+
+HANDSHAKES = ("worker-handshake", "partial-handshake")  # the second one is that of verl 0.7.0
 
 
 def build(original):
@@ -59,8 +62,9 @@ def prepare(config) -> None:
     _reach_every_worker(config)
     engine.refresh()
     rows = engine.states("driver")
-    state = next(row for row in rows if row["slug"] == "worker-handshake")["state"]
-    if features and state not in (engine.State.APPLIED.value, engine.State.DISABLED.value) and engine.strict():
+    states = {row["state"] for row in rows if row["slug"] in HANDSHAKES}
+    state = ", ".join(sorted(states))
+    if features and not states & {engine.State.APPLIED.value, engine.State.DISABLED.value} and engine.strict():
         raise engine.HookError("worker-handshake", f"{state}: this main is not verl's fully-async one",
                                "python -m verl.experimental.fully_async_policy.fully_async_main",
                                "nothing would confirm the hooks of the workers, the run does not start",

@@ -17,6 +17,7 @@ HOOK = Hook(
     remove_when="verl offers a callback per response with its uid",
     features=("observe",),
     relies_on=("verl.experimental.agent_loop.agent_loop:AgentLoopWorker.generate_sequences",),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
 
@@ -48,9 +49,15 @@ def coordinator_of(worker):
     return worker.esgrpo_coordinator
 
 
+def collision(group: str):
+    from esgrpo.errors import EsgrpoError
+
+    return EsgrpoError("group-members", f"group id {group} is in use by another prompt", "one uid per prompt",
+                       "rewards of two prompts would be mixed, the run stops", "make non_tensor_batch['uid'] unique")
+
+
 async def run_member(original, worker, group: str, args, kwargs):
     from esgrpo.algo.grouping import FAILED, FINISHED, PRUNED, GroupCollision
-    from esgrpo.errors import EsgrpoError
     from esgrpo.hooks.verl import attempts
     from esgrpo.hooks.verl.records import write
 
@@ -58,9 +65,7 @@ async def run_member(original, worker, group: str, args, kwargs):
     try:
         number = coordinator.join(group, worker.rollout_config.n)
     except GroupCollision:
-        raise EsgrpoError("group-members", f"group id {group} is in use by another prompt", "one uid per prompt",
-                          "rewards of two prompts would be mixed, the run stops",
-                          "make non_tensor_batch['uid'] unique") from None
+        raise collision(group) from None
     member = attempts.Member(group, number)
     worker.esgrpo_members[group, number] = member
     token = attempts.current.set(member)
@@ -73,7 +78,7 @@ async def run_member(original, worker, group: str, args, kwargs):
         del worker.esgrpo_members[group, number]
         ask = coordinator.leave(group, number, outcome)
     if ask:
-        await finish_members(worker, group, ask, "group")
+        await finish_members(worker, group, ask, "group", await servers_of(worker))
     if member.spans and member.spans[0][0] >= 0:  # verl's range starts with the version at the end of an attempt
         output.extra_fields["min_global_steps"] = member.spans[0][0]
     summary = member.summary()
@@ -82,7 +87,11 @@ async def run_member(original, worker, group: str, args, kwargs):
     return output
 
 
-async def finish_members(worker, group: str, numbers: list[int], rule: str) -> None:
+async def servers_of(worker) -> list:
+    return await worker.llm_client._load_balancer.__ray_call__.remote(_handles)
+
+
+async def finish_members(worker, group: str, numbers: list[int], rule: str, servers: list) -> None:
     """Ask every replica to end these members with the tokens they have; a member lives on one of them."""
     import asyncio
 
@@ -90,7 +99,6 @@ async def finish_members(worker, group: str, numbers: list[int], rule: str) -> N
         member = worker.esgrpo_members.get((group, number))
         if member is not None:
             member.asked_to_finish = True
-    servers = await worker.llm_client._load_balancer.__ray_call__.remote(_handles)
     await asyncio.gather(*[server.esgrpo_finish_group.remote(group, numbers, rule) for server in servers])
 
 

@@ -17,6 +17,7 @@ HOOK = Hook(
     remove_when="verl's batches carry a validity mask per row",
     features=("prune",),
     relies_on=("verl.experimental.agent_loop.agent_loop:AgentLoopWorker._agent_loop_postprocess",),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
 

@@ -15,6 +15,7 @@ HOOK = Hook(
         "is the last point before the first rollout at which every process exists",
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "05a5d26f80f8c899"}),),
     remove_when="never: it checks the overlay itself",
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
 

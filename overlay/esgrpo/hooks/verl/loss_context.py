@@ -9,6 +9,7 @@ change; one wrap around `ppo_loss` makes the micro-batch visible for the duratio
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ HOOK = Hook(
     ),
     # both modules bind the name at import
     rebinds=("verl.workers.engine_workers:ppo_loss", "verl.trainer.distillation.losses:ppo_loss"),
+    without=(("==0.7.0", "the legacy actors, patched, hand the micro-batch to the loss"),),
 )
 
 _CURRENT: contextvars.ContextVar = contextvars.ContextVar("esgrpo_micro_batch", default=None)
@@ -76,8 +78,33 @@ class MicroBatch:
         return list(value) if one_for_each else [value] * len(self.data)
 
 
+class LegacyMicroBatch(MicroBatch):
+    """The same, handed over by a patched legacy actor: `data` maps names to padded tensors [B, T] and to columns."""
+
+    def column(self, *names: str):
+        return next((self.data[name] for name in names if name in self.data.keys()), None)
+
+    def entropy(self):
+        entropy = self.model_output.get("entropy")
+        return None if entropy is None else entropy.detach()
+
+    def acc(self) -> list | None:
+        value = self.column("acc")
+        return None if value is None else value.tolist()
+
+
+@contextlib.contextmanager
+def handed_over(data, entropy):
+    """Make a legacy actor's micro-batch the current one."""
+    token = _CURRENT.set(LegacyMicroBatch({"entropy": entropy}, data))
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
 def current() -> MicroBatch | None:
-    """The micro-batch of the running `ppo_loss`; None outside of it, or when the hook is not applied."""
+    """The micro-batch of the running loss; None outside of `ppo_loss` when no actor handed one over."""
     return _CURRENT.get()
 
 

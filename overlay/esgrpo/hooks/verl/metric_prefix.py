@@ -16,6 +16,7 @@ HOOK = Hook(
     remove_when="a policy loss can return metrics under a name of its own",
     features=("pois", "sais", "dmmpt"),
     rebinds=("verl.trainer.ppo.ray_trainer:rename_dict", "verl.trainer.ppo.v1.trainer_base:rename_dict"),
+    without=(("==0.7.0", "metrics of a loss keep their names"),),
 )
 
 

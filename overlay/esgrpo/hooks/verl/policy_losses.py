@@ -6,6 +6,8 @@ translated: seven arguments in, `(scalar loss, metrics)` out, aggregation throug
 
 from __future__ import annotations
 
+import functools
+
 from esgrpo.engine import Hook, Release
 
 HOOK = Hook(
@@ -14,7 +16,11 @@ HOOK = Hook(
     process=("actor-worker",),
     kind="add",
     why="verl has no loss whose ratio is 1 at every optimiser step, nor one that masks mastered positive tokens",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "10825a524e271cae"}),),
+    releases=(
+        Release("verl", ">=0.9,<0.10", {"0.9.1": "10825a524e271cae"}),
+        Release("verl", "==0.7.0", {"0.7.0": "728ff0df7d96e92a"},
+                patches=("segment-keys-through-legacy-actors", "tolerate-masked-micro-batches")),
+    ),
     remove_when="verl registers pois and sais itself",
     features=("pois", "sais", "dmmpt"),
     # ppo_loss decides which arguments arrive; vanilla is the loss that sais must equal
@@ -26,7 +32,35 @@ HOOK = Hook(
     ),
 )
 
+# columns of the batch that a patched legacy actor hands over
+BATCH_KEYS = ("rollout_log_probs", "token_level_scores", "rm_scores", "acc")
+# verl 0.7.0 has no other path to a loss than these; joint fingerprint with segment-keys-through-legacy-actors applied
+LEGACY_ACTORS = (
+    "verl.workers.actor.dp_actor:DataParallelPPOActor.update_policy",
+    "verl.workers.actor.megatron_actor:MegatronPPOActor.make_minibatch_iterator",
+    "verl.workers.actor.megatron_actor:MegatronPPOActor.forward_backward_batch",
+    "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
+)
+LEGACY_RELEASE, LEGACY_PATCHED = "0.7.0", "d9612d0668558084"
 
+
+def _takes_micro_batch(loss):
+    """Declare what `loss` needs of the batch, and take what a patched legacy actor hands over as keywords."""
+
+    @functools.wraps(loss)
+    def with_micro_batch(*args, micro_batch=None, entropy=None, **kwargs):
+        if micro_batch is None:
+            return loss(*args, **kwargs)
+        from esgrpo.hooks.verl import loss_context
+
+        with loss_context.handed_over(micro_batch, entropy):
+            return loss(*args, **kwargs)
+
+    with_micro_batch.batch_keys = BATCH_KEYS
+    return with_micro_batch
+
+
+@_takes_micro_batch
 def pois(
     old_log_prob,
     log_prob,
@@ -40,6 +74,7 @@ def pois(
     from esgrpo import losses
     from esgrpo.config import current
 
+    old_log_prob = _stored(old_log_prob)
     if current().pois.anchor == "version":
         matrix, metrics = _clipped(log_prob, old_log_prob, advantages, response_mask, config)
     else:
@@ -48,6 +83,7 @@ def pois(
     return _aggregate("pois", matrix, metrics, log_prob, response_mask, loss_agg_mode, config, rollout_is_weights)
 
 
+@_takes_micro_batch
 def sais(
     old_log_prob,
     log_prob,
@@ -62,6 +98,16 @@ def sais(
     matrix, metrics = _clipped(log_prob, behaviour, advantages, response_mask, config)
     metrics |= _drift("sais", log_prob, behaviour, response_mask)
     return _aggregate("sais", matrix, metrics, log_prob, response_mask, loss_agg_mode, config, rollout_is_weights)
+
+
+def _stored(old_log_prob):
+    """The batch's own old_log_probs: the legacy FSDP actor replaces them by log_prob.detach() when it holds one
+    mini-batch and actor.use_rollout_log_probs is off, and every ratio and drift would read 1 and 0."""
+    from esgrpo.hooks.verl import loss_context
+
+    batch = loss_context.current()
+    stored = batch.column("old_log_probs") if isinstance(batch, loss_context.LegacyMicroBatch) else None
+    return old_log_prob if stored is None else stored
 
 
 def _rollout_log_prob(old_log_prob, required_by: str = ""):
@@ -147,10 +193,26 @@ def _mastered(segment, log_prob, response_mask):
                              tau=segment.dmmpt.tau, sigma=segment.dmmpt.sigma)
 
 
+def _check_legacy_actors() -> None:
+    """Without the patch, the legacy actors of 0.7.0 would call the losses without what they are computed from."""
+    from esgrpo import engine, fingerprint
+    from esgrpo.errors import HookError
+
+    if engine.public_version(engine.upstream_version("verl") or "") != LEGACY_RELEASE:
+        return
+    found, missing = fingerprint.of_targets(LEGACY_ACTORS)
+    if found != LEGACY_PATCHED:
+        raise HookError(HOOK.slug, f"the legacy actors have fingerprint {found or missing}",
+                        f"{LEGACY_PATCHED}: git patch segment-keys-through-legacy-actors",
+                        "pois and sais would be computed without the batch's log-probs and scores",
+                        "apply the patches for verl v0.7.0 with ./apply.sh")
+
+
 def apply(module) -> None:
     """Register both. verl would overwrite silently, so a name that upstream has taken is refused."""
     from esgrpo.errors import HookError
 
+    _check_legacy_actors()
     for name, loss in (("pois", pois), ("sais", sais)):
         taken = module.POLICY_LOSS_REGISTRY.get(name)
         if taken not in (None, loss):

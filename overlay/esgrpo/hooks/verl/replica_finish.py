@@ -13,6 +13,7 @@ HOOK = Hook(
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "6f45720b4ca71081"}),),
     remove_when="verl's replica offers a group abort with a reason",
     features=("observe",),
+    without=(("==0.7.0", "the agent-loop worker asks the servers itself"),),
 )
 
 

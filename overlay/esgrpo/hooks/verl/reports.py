@@ -29,11 +29,18 @@ def of_group_workers(instance, group: str) -> list:
 
 def of_rollouter(instance) -> dict:
     """Runs inside the rollouter: handles of everything it created."""
+    manager = instance.async_rollout_manager
+    if not hasattr(instance, "llm_server_manager"):  # verl 0.7.0: one manager for servers and agent loops
+        return {
+            "vllm-server": [server for replica in manager.rollout_replicas for server in replica.servers],
+            "rollout-worker": [worker for replica in manager.rollout_replicas for worker in replica.workers],
+            "agent-loop-worker": list(manager.agent_loop_workers),
+        }
     replicas = instance.llm_server_manager.get_replicas()
     return {
         "vllm-server": [server for replica in replicas for server in replica.servers],
         "rollout-worker": [worker for replica in replicas for worker in replica.workers],
-        "agent-loop-worker": list(instance.async_rollout_manager.agent_loop_workers),
+        "agent-loop-worker": list(manager.agent_loop_workers),
         "reward-loop-worker": list(instance.reward_loop_manager.reward_loop_workers),
     }
 

@@ -16,6 +16,7 @@ HOOK = Hook(
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "f92e5a2c78ab2188"}),),
     remove_when="verl reports engine occupancy per weight version",
     features=("observe",),
+    without=(("==0.7.0", "bubble rates are not measured"),),
 )
 
 

@@ -14,6 +14,7 @@ HOOK = Hook(
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "29e7f03ee5dc7940"}),),
     remove_when="verl's server offers a group abort with a reason, and a generic utility call",
     features=("observe", "cpu"),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
 

@@ -16,6 +16,7 @@ HOOK = Hook(
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "6e555a25efbeef35"}),),
     remove_when="verl records the version per token",
     features=("observe",),
+    without=(("==0.7.0", "no attempt lives through a weight sync: the rollouter's version is that of its tokens"),),
 )
 
 

@@ -14,11 +14,15 @@ HOOK = Hook(
     kind="wrap",
     why="all trainers call it with the finished batch (advantages, masks, extra fields) and log its result; verl's "
         "metrics know neither pruned rows nor weight versions per token",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "51174f136d659f6f"}),),
+    releases=(
+        Release("verl", ">=0.9,<0.10", {"0.9.1": "51174f136d659f6f"}),
+        Release("verl", "==0.7.0", {"0.7.0": "6f8da0a0267dee2e"}),
+    ),
     remove_when="verl's trainers accept metric functions from the config",
     features=("observe",),
     rebinds=("verl.experimental.separation.ray_trainer:compute_data_metrics",
-             "verl.trainer.ppo.ray_trainer:compute_data_metrics"),
+             "verl.trainer.ppo.ray_trainer:compute_data_metrics",
+             "recipe.fully_async_policy.ray_trainer:compute_data_metrics"),
 )
 
 _started = time.time()  # of the interval that the next batch's throughput is measured over

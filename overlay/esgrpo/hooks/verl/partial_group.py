@@ -1,0 +1,73 @@
+"""verl 0.7.0: gives the n responses of one call a group, before verl knows their uid."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+
+from esgrpo.engine import Hook, Release
+
+LATER = ">=0.7.1"
+ELSEWHERE = "the recipe fully_async_policy is gone; the hooks of verl.experimental do its part"
+
+HOOK = Hook(
+    slug="partial-group",
+    target="recipe.fully_async_policy.agent_loop.agent_loop:FullyAsyncAgentLoopWorker.generate_sequences_no_post",
+    process=("agent-loop-worker",),
+    kind="wrap",
+    why="uid is set only after generation; one call of this method is one group, also when it comes back after a "
+        "weight sync with some of its responses interrupted",
+    releases=(Release("verl", "==0.7.0", {"0.7.0": "876f22416a1c4164"}),),
+    remove_when="verl 0.7.0 is no longer supported",
+    features=("observe",),
+    without=((LATER, ELSEWHERE),),
+)
+
+current: contextvars.ContextVar[str | None] = contextvars.ContextVar("esgrpo_partial_group", default=None)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def generate_sequences_no_post(self, *args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl import partial_group
+
+        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        batch = arguments["batch"]
+        if batch.meta_info.get("validate", False):
+            return await original(self, *args, **kwargs)
+        group = partial_group.open_group(self, len(batch), arguments.get("partial_output_list"))
+        token = partial_group.current.set(group)  # inherited by the tasks that the original creates
+        try:
+            return await original(self, *args, **kwargs)
+        finally:
+            partial_group.current.reset(token)
+
+    return generate_sequences_no_post
+
+
+def open_group(worker, size: int, outputs) -> str:
+    """The id of the group of this call: a new one, or the one that its earlier outputs carry."""
+    import uuid
+
+    from esgrpo.algo.grouping import FINISHED, PRUNED, GroupCollision
+    from esgrpo.hooks.verl.attempts import STATE
+    from esgrpo.hooks.verl.group_members import collision, coordinator_of
+
+    group, ended = None, {}
+    for output in outputs or ():
+        if output is None:
+            continue
+        state, summary = output.extra_fields.get(STATE), output.extra_fields.get("esgrpo")
+        known = state or summary
+        group = known["group"] if known else group
+        if summary:
+            ended[summary["member"]] = (
+                PRUNED if summary["outcome"] == "prune" else FINISHED)
+    group = group or uuid.uuid4().hex
+    try:
+        coordinator_of(worker).reopen(group, size, ended)
+    except GroupCollision:
+        raise collision(group) from None
+    return group
