@@ -16,7 +16,7 @@ PROCESSES = {"driver", "task-runner", "rollouter", "trainer", "actor-worker", "r
              "reward-loop-worker", "vllm-server", "engine-core"}
 UPSTREAMS = {"verl", "vllm", "vllm_ascend", "torch", "torch_npu", "ray", "transformers", "tensordict", "omegaconf",
              "hydra", "mindspeed", "megatron", "wrapt"}
-FEATURES = {"cpu", "observe", "segment", "prune", "yield", "dmmpt", "pois", "sais"}
+FEATURES = {"cpu", "npu", "observe", "segment", "prune", "yield", "dmmpt", "pois", "sais"}
 # 0, 1 and -1 index and count; anything else is a decision, and decisions live in algo/ or in the config.
 PLAIN_NUMBERS = {0, 1, -1}
 

@@ -20,6 +20,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.grpo_segment",
     "vllm.scheduler",
     "vllm.engine_core",
+    "ray.hccl_collective",
     "cpu.dist_name",
     "cpu.platform",
     "cpu.process_group",
