@@ -21,6 +21,7 @@ from esgrpo import __version__, fingerprint
 from esgrpo.errors import HookError
 
 MARKER = "__esgrpo__"
+PLATFORMS = {"cpu": "cpu", "huawei": "npu"}  # VERL_PLATFORM, in the words of verl -> feature
 
 
 class State(str, enum.Enum):
@@ -106,10 +107,14 @@ def disabled_slugs() -> frozenset[str]:
 
 
 def active_features() -> frozenset[str]:
-    """Features of this run. The driver derives them from the config and hands them on in ESGRPO_FEATURES."""
+    """Features of this run. The driver derives them from the config and hands them on in ESGRPO_FEATURES.
+
+    A platform that the user names in VERL_PLATFORM is one too, where hooks depend on it.
+    """
     features = {f for f in os.environ.get("ESGRPO_FEATURES", "").split(",") if f}
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-        features.add("cpu")
+    platform = os.environ.get("VERL_PLATFORM", "").strip().lower()
+    if platform in PLATFORMS:
+        features.add(PLATFORMS[platform])
     return frozenset(features)
 
 

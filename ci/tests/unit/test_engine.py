@@ -236,6 +236,14 @@ def test_a_foreign_object_under_the_alias_name_is_left_alone(script):
     assert script(source)[0] == {"a": "APPLIED", "result": "hooked plain x", "alias": "foreign"}
 
 
+@pytest.mark.parametrize("value, feature", [("cpu", "cpu"), (" CPU ", "cpu"), ("huawei", "npu"), ("Huawei", "npu"),
+                                            ("npu", None), ("nvidia", None), ("", None)])
+def test_a_platform_that_the_user_names_is_a_feature(script, value, feature):
+    """In verl's words: its NPU platform is called "huawei", and any other word stops verl."""
+    source = "print(json.dumps(sorted(engine.active_features())))"
+    assert script(source, VERL_PLATFORM=value, ESGRPO_FEATURES="segment")[0] == sorted({"segment", feature} - {None})
+
+
 STEPS = {"import": "import up.mod", "boot": "engine.boot()", "refresh": "engine.refresh()",
          "revert": "engine.revert('a')"}
 

@@ -27,6 +27,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.partial_server",
     "vllm.scheduler",
     "vllm.engine_core",
+    "ray.hccl_collective",
     "cpu.dist_name",
     "cpu.platform",
     "cpu.process_group",
