@@ -62,6 +62,7 @@ class Hook:
     features: tuple[str, ...] = ()  # needed when one of these is on; empty: always
     relies_on: tuple[str, ...] = ()
     rebinds: tuple[str, ...] = ()  # "module:name" aliases that `from x import f` made before we came
+    without: tuple[tuple[str, str], ...] = ()  # (specifier, reason): releases in which this hook has no place
 
     @property
     def module(self) -> str:
@@ -168,6 +169,30 @@ def _copies_of(name: str) -> list:
     return [module for module in (sys.modules.get(name), alias) if module is not None]
 
 
+def _public_version(version: str) -> str:
+    """Without dev, pre and local parts: a checkout of the tag v0.7.0 calls itself 0.7.0.dev0."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(version).base_version
+    except InvalidVersion:
+        return version
+
+
+def _has_no_place(hook: Hook, version: str) -> str:
+    """Why the hook has nothing to do in this release; empty when it has."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    for specifier, reason in hook.without:
+        try:
+            if SpecifierSet(specifier).contains(_public_version(version)):
+                return reason
+        except InvalidVersion:  # a checkout that does not know its version: the fingerprint decides alone
+            return ""
+    return ""
+
+
 def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]:
     """May this hook act here? Returns (state, detail, found fingerprint); PENDING means yes."""
     slugs = disabled_slugs()
@@ -182,6 +207,9 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
     version = upstream_version(release.upstream)
     if version is None:
         return State.ABSENT, f"{release.upstream} is not installed", ""
+    reason = _has_no_place(hook, version)
+    if reason:
+        return State.NOT_NEEDED, f"{release.upstream} {version}: {reason}", ""
     found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), search)
     known = {v: f for r in hook.releases for v, f in r.fingerprints.items()}
     if found is not None and found in known.values():

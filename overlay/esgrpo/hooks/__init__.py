@@ -19,6 +19,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.metric_prefix",
     "verl.grpo_segment",
     "vllm.scheduler",
+    "vllm.scheduler_cls",
     "vllm.engine_core",
     "cpu.dist_name",
     "cpu.platform",

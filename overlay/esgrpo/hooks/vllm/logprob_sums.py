@@ -5,6 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 
+def _columns(logprobs):
+    """(log-probs of the sampled tokens, first row of each request or None) of a LogprobsLists.
+
+    vLLM < 0.12 has lists of floats, and one row per request without starts.
+    """
+    return np.asarray(logprobs.logprobs)[:, 0], getattr(logprobs, "cu_num_generated_tokens", None)
+
+
 class LogprobSums:
     """Accumulates in the order of the model runner's batch; re-ordered only when the batch changes."""
 
@@ -30,15 +38,17 @@ class LogprobSums:
             return reached
         if output.req_ids != self._order:
             self._reorder(list(output.req_ids), alive)
-        rows = np.asarray(logprobs.logprobs)[:, 0]  # column 0 is the sampled token
-        starts = logprobs.cu_num_generated_tokens
+        rows, starts = _columns(logprobs)
         if starts is None and total == len(sampled) == len(rows):  # without starts nobody has more than one
             self._sums += rows
         else:  # speculative decoding, or prefill chunks that sampled nothing
             counts = np.fromiter(map(len, sampled), dtype=np.int64, count=len(sampled))
-            starts = np.arange(len(counts)) if starts is None else np.asarray(starts[:len(counts)])
+            if starts is None:  # what was sampled beyond the first token has no row
+                starts, counts = np.arange(len(counts)), np.minimum(counts, 1)
+            else:
+                starts = np.asarray(starts[:len(counts)])
             owner = np.repeat(np.arange(len(counts)), counts)  # only sampled rows: others may hold -inf or nan
-            row = np.arange(total) + (starts - np.cumsum(counts) + counts)[owner]
+            row = np.arange(counts.sum()) + (starts - np.cumsum(counts) + counts)[owner]
             self._sums += np.bincount(owner, weights=rows[row], minlength=len(counts))
         return reached
 

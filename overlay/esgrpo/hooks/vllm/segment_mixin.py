@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections import Counter
+from collections import Counter, deque
 
 from esgrpo.algo.accounting import Occupancy
 from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
@@ -40,6 +40,7 @@ class SegmentMixin:
         self.segment_logprobs = LogprobSums()
         self.segment_occupancy = Occupancy(settings.capacity or self.max_num_running_reqs, time.time)
         self.segment_outcomes: Counter = Counter()
+        self.segment_flight: deque[dict[str, int]] = deque()  # tokens per request of steps without their output yet
 
     def add_request(self, request, *args, **kwargs):
         super().add_request(request, *args, **kwargs)
@@ -50,6 +51,7 @@ class SegmentMixin:
 
     def schedule(self, *args, **kwargs):
         output = super().schedule(*args, **kwargs)
+        self.segment_flight.append(output.num_scheduled_tokens)
         self.segment_occupancy.observe(len(output.num_scheduled_tokens), len(self.waiting))
         return output
 
@@ -58,6 +60,9 @@ class SegmentMixin:
         self.segment_occupancy.pause(bool(pause_state))
 
     def update_from_output(self, scheduler_output, model_runner_output):
+        flight = self.segment_flight
+        while flight and flight.popleft() is not scheduler_output.num_scheduled_tokens:
+            continue  # oldest first; a step that was scheduled but never executed is forgotten here
         # Before upstream frees what ends in this step, so that the last token is in the sum.
         self.segment_occupancy.window.tokens += self.segment_logprobs.add(
             model_runner_output, scheduler_output.num_scheduled_tokens, self.requests)
@@ -106,9 +111,9 @@ class SegmentMixin:
         output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD: payload}
 
     def _free_request(self, request, *args, **kwargs):
-        # vLLM < 0.28 counts what is in flight as placeholders, and only under async scheduling.
-        in_flight = getattr(request, "num_in_flight_tokens", request.num_output_placeholders)
-        self.segment_logprobs.ended(request.request_id, in_flight)
+        # Counted here, since vLLM < 0.28 knows it only as placeholders, without prefill chunks.
+        key = request.request_id
+        self.segment_logprobs.ended(key, sum(step.get(key, 0) for step in self.segment_flight))
         freed = super()._free_request(request, *args, **kwargs)
         aborted = str(request.get_finished_reason()) == "abort"
         payload = self._segment_payload(request, "abort" if aborted else "finish", "")
