@@ -179,7 +179,7 @@ def _public_version(version: str) -> str:
         return version
 
 
-def _has_no_place(hook: Hook, version: str) -> str:
+def has_no_place(hook: Hook, version: str) -> str:
     """Why the hook has nothing to do in this release; empty when it has."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion
@@ -207,7 +207,7 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
     version = upstream_version(release.upstream)
     if version is None:
         return State.ABSENT, f"{release.upstream} is not installed", ""
-    reason = _has_no_place(hook, version)
+    reason = has_no_place(hook, version)
     if reason:
         return State.NOT_NEEDED, f"{release.upstream} {version}: {reason}", ""
     found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), search)

@@ -93,6 +93,8 @@ def drift(hook) -> list[str]:
     lines = []
     for upstream in {release.upstream for release in hook.releases}:
         version = engine.upstream_version(upstream)
+        if version and engine.has_no_place(hook, version):  # other releases only
+            continue
         known = {v: f for release in hook.releases for v, f in release.fingerprints.items()}
         found, missing = fingerprint.of_targets((hook.target, *hook.relies_on))
         if found != known.get(version):
