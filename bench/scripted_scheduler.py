@@ -64,7 +64,8 @@ def make_scheduler(config, num_blocks: int, cls: type):
     config.cache_config.num_gpu_blocks = num_blocks
     spec = call_with_known(FullAttentionSpec, block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32,
                            use_mla=False)
-    arguments = {"vllm_config": config, "log_stats": False, "structured_output_manager": StructuredOutputManager(config),
+    arguments = {"vllm_config": config, "log_stats": False,
+                 "structured_output_manager": StructuredOutputManager(config),
                  "kv_cache_config": KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])}
     if hasattr(config.scheduler_config, "get_scheduler_cls"):  # since 0.12, which is also when block_size came
         arguments["block_size"] = size

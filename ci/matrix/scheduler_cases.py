@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 
-from ci.matrix.scheduler_player import expect
+from ci.matrix.scheduler_player import LOOP, expect
 
 YIELD = {"enable": True, "segment_length": 16, "boundary": "yield"}
 PRUNE = {"enable": True, "prune": {"repetition": {"enable": True}}}
@@ -153,19 +153,36 @@ def preempted_requests_stay_in_the_book(new):
     _finished(player)
 
 
+def _reset_the_cache(new, drain: bool):
+    lengths = []
+    for segment in (None, YIELD):
+        player = new(segment)
+        known = inspect.signature(player.scheduler.reset_prefix_cache).parameters
+        if segment is None and "reset_running_requests" not in known:
+            raise Unsupported("reset_prefix_cache has no reset_running_requests")
+        for i in range(4):
+            player.add(f"r{i}", member=i, max_tokens=50)
+        player.run(6)
+        if drain:
+            player.drain()
+        player.scheduler.reset_prefix_cache(reset_running_requests=True)
+        player.run()
+        lengths.append(player.counts())
+    expect(lengths, [{f"r{i}": 50 for i in range(4)}, {f"r{i}": 16 for i in range(4)}], "tokens, plain and yielding")
+    _finished(player)
+    return player
+
+
 def a_cache_reset_between_steps_loses_nothing(new):
     """pause(keep, clear_cache=True) recomputes the KV cache of what runs, after what is in flight has come in."""
-    player = new(YIELD)
-    if "reset_running_requests" not in inspect.signature(player.scheduler.reset_prefix_cache).parameters:
-        raise Unsupported("reset_prefix_cache has no reset_running_requests")
-    for i in range(4):
-        player.add(f"r{i}", member=i, max_tokens=50)
-    player.run(6)
-    player.drain()
-    player.scheduler.reset_prefix_cache(reset_running_requests=True)
-    player.run()
-    expect(player.counts(), {f"r{i}": 16 for i in range(4)}, "tokens")
-    _finished(player)
+    player = _reset_the_cache(new, drain=True)
+    for key, tokens in player.tokens.items():
+        expect(tokens, [LOOP + i for i in range(16)], f"tokens of {key}")
+
+
+def a_cache_reset_while_a_step_is_in_flight(new):
+    """Under async scheduling upstream drops the output of that step; the worker samples it again."""
+    _reset_the_cache(new, drain=False)
 
 
 def without_a_decision_the_outputs_are_upstreams(new):
@@ -192,4 +209,5 @@ CASES = (
     abort_while_a_prefill_is_in_flight,
     preempted_requests_stay_in_the_book,
     a_cache_reset_between_steps_loses_nothing,
+    a_cache_reset_while_a_step_is_in_flight,
 )

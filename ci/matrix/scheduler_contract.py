@@ -32,8 +32,8 @@ class Report:
     def __init__(self, **fields):
         self.fields, self.ok = fields, True
 
-    def line(self, scheduler: str, case: str, ok: bool, detail: str = "") -> None:
-        self.ok = self.ok and ok
+    def line(self, scheduler: str, case: str, ok: bool | None, detail: str = "") -> None:
+        self.ok = self.ok and ok is not False
         print(json.dumps({**self.fields, "scheduler": scheduler, "case": case, "ok": ok, "detail": detail}), flush=True)
 
     def run(self, scheduler: str, case, *arguments) -> None:

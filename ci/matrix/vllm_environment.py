@@ -76,7 +76,7 @@ def environment(version: str, ascend: str | None = None) -> dict[str, str]:
     """Environment variables of a process that sees this release, with the overlay enabled for an engine process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LEAKS) or name in KEPT}
     return {**kept, "PYTHONPATH": os.pathsep.join(paths(version, ascend)), "OMP_NUM_THREADS": "1",
-            "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "VLLM_CONFIGURE_LOGGING": "0",
             "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "ESGRPO_FEATURES": FEATURES}
 
 

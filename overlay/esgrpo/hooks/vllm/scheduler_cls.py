@@ -13,7 +13,7 @@ HOOK = Hook(
     process=("engine-core",),
     kind="wrap",
     why="before vLLM 0.12 there is no get_scheduler_cls: EngineCore.__init__ reads scheduler_config.scheduler_cls "
-        "right after this method. A scheduler_cls from the command line is overwritten there by async_scheduling=True, and "
+        "right after this method. A scheduler_cls from the command line is overwritten by async_scheduling=True, and "
         "one that is set earlier would be pickled to the workers",
     releases=(Release("vllm", ">=0.11,<0.12", {"0.11.0": "5f3a5b63a23008c2"}),),
     remove_when="vLLM 0.11 is no longer supported",

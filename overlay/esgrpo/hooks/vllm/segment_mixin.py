@@ -24,6 +24,12 @@ def mixed_with(base: type) -> type:
     return base if issubclass(base, SegmentMixin) else type(f"Segment{base.__name__}", (SegmentMixin, base), {})
 
 
+def _drops_output(request) -> bool:
+    """True when vLLM will drop the output in flight of this request: < 0.23 one row, then a count, >= 0.28 a flag."""
+    return any(getattr(request, name, False) for name in (
+        "discard_latest_async_tokens", "async_tokens_to_discard", "drop_stale_output"))
+
+
 class SegmentMixin:
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -58,6 +64,25 @@ class SegmentMixin:
     def set_pause_state(self, pause_state):
         super().set_pause_state(pause_state)
         self.segment_occupancy.pause(bool(pause_state))
+
+    def reset_prefix_cache(self, *args, **kwargs):
+        """Upstream drops what is in flight of the requests that it preempts for this; so do the sums."""
+        done = super().reset_prefix_cache(*args, **kwargs)
+        for key, request in self.requests.items():
+            in_flight = self._segment_in_flight(key)
+            if in_flight and _drops_output(request):
+                self.segment_logprobs.ended(key, in_flight)
+            elif not in_flight and getattr(request, "discard_latest_async_tokens", False):
+                # vLLM < 0.23 would drop the next token instead, which the model has already gone on from.
+                request.discard_latest_async_tokens = False
+        return done
+
+    def _segment_in_flight(self, key: str) -> int:
+        """Scheduled tokens of a request whose output has not come yet.
+
+        Counted here: vLLM < 0.28 knows them only as placeholders, without prefill chunks and under async scheduling.
+        """
+        return sum(step.get(key, 0) for step in self.segment_flight)
 
     def update_from_output(self, scheduler_output, model_runner_output):
         flight = self.segment_flight
@@ -99,7 +124,7 @@ class SegmentMixin:
         key, client = request.request_id, request.client_index
         request.stop_reason = STOP_REASON[outcome]
         payload = self._segment_payload(request, outcome, rule)
-        self.finish_requests(key, RequestStatus.FINISHED_LENGTH_CAPPED)
+        self.finish_requests([key], RequestStatus.FINISHED_LENGTH_CAPPED)  # AscendScheduler would iterate a str
         if client not in outputs:
             outputs[client] = EngineCoreOutputs(outputs=[])
         output = next((o for o in outputs[client].outputs if o.request_id == key), None)
@@ -111,9 +136,7 @@ class SegmentMixin:
         output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD: payload}
 
     def _free_request(self, request, *args, **kwargs):
-        # Counted here, since vLLM < 0.28 knows it only as placeholders, without prefill chunks.
-        key = request.request_id
-        self.segment_logprobs.ended(key, sum(step.get(key, 0) for step in self.segment_flight))
+        self.segment_logprobs.ended(request.request_id, self._segment_in_flight(request.request_id))
         freed = super()._free_request(request, *args, **kwargs)
         aborted = str(request.get_finished_reason()) == "abort"
         payload = self._segment_payload(request, "abort" if aborted else "finish", "")
