@@ -25,9 +25,10 @@ def mixed_with(base: type) -> type:
 
 
 def _drops_output(request) -> bool:
-    """True when vLLM will drop the output in flight of this request: < 0.23 one row, then a count, >= 0.28 a flag."""
-    return any(getattr(request, name, False) for name in (
-        "discard_latest_async_tokens", "async_tokens_to_discard", "drop_stale_output"))
+    """True when vLLM will drop what is in flight of this request, most often after a cache reset."""
+    if hasattr(request, "num_stale_output_tokens"):  # >= 0.28; the flag outlives the tokens
+        return request.drop_stale_output and request.num_stale_output_tokens > 0
+    return bool(getattr(request, "async_tokens_to_discard", 0) or getattr(request, "discard_latest_async_tokens", False))
 
 
 class SegmentMixin:
