@@ -28,7 +28,9 @@ def _drops_output(request) -> bool:
     """True when vLLM will drop what is in flight of this request, most often after a cache reset."""
     if hasattr(request, "num_stale_output_tokens"):  # >= 0.28; the flag outlives the tokens
         return request.drop_stale_output and request.num_stale_output_tokens > 0
-    return bool(getattr(request, "async_tokens_to_discard", 0) or getattr(request, "discard_latest_async_tokens", False))
+    if hasattr(request, "async_tokens_to_discard"):  # >= 0.23
+        return request.async_tokens_to_discard > 0
+    return getattr(request, "discard_latest_async_tokens", False)
 
 
 class SegmentMixin:
