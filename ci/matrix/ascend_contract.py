@@ -24,7 +24,15 @@ import torch
 from bench.scripted_scheduler import upstream_class
 from ci.matrix import vllm_environment
 from ci.matrix.scheduler_cases import CASES
-from ci.matrix.scheduler_contract import Factory, Report, configure, hooked_class, one_line, the_mixin_is_in_front
+from ci.matrix.scheduler_contract import (
+    Factory,
+    Report,
+    configure,
+    hooked_class,
+    hooks_are_applied,
+    one_line,
+    the_mixin_is_in_front,
+)
 
 STUBBED = ("torch_npu",)
 LATENCY_MS = 50  # a latency objective; without its profile table SchedulerDynamicBatch keeps the whole budget
@@ -83,7 +91,7 @@ def _balance(config, asynchronous: bool) -> None:
     importlib.import_module("vllm_ascend.patch.platform.patch_balance_schedule")
 
 
-# class name, asynchronous, the modules that have it, what installs it
+# class name, asynchronous, a module of the releases that install it this way, how
 INSTALLS = (
     ("AscendScheduler", False, "vllm_ascend.core.scheduler", _ascend_0_11),
     ("RecomputeScheduler", False, "vllm_ascend.core.recompute_schedule_config", _recompute_0_11),
@@ -138,11 +146,9 @@ def main() -> int:
     from esgrpo import engine
 
     engine.boot()
-    import vllm.config
-    import vllm.v1.engine.core  # noqa: F401
-
-    upstream_class(True)  # as in an engine: the async class is imported before vllm-ascend may rebind its base
     report = Report(vllm=engine.upstream_version("vllm"), ascend=metadata.version("vllm-ascend"))
+    report.run("both", hooks_are_applied)
+    upstream_class(True)  # as in an engine: the async class is imported before vllm-ascend may rebind its base
     for name, asynchronous, module, install in INSTALLS:
         if _exists(module):
             check(report, name, asynchronous, install)
