@@ -19,7 +19,6 @@ import os
 import platform
 import random
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from importlib import metadata
@@ -27,11 +26,19 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.scripted_scheduler import (
+    PROMPT,
+    VOCABULARY,
+    make_config,
+    make_request,
+    make_scheduler,
+    model_output,
+    upstream_class,
+)
+
 RESULT = Path(__file__).parent / "results" / "scheduler_cost.json"
 HISTORY = 1000  # response tokens at the start; a repetition check looks at up to 256
-PROMPT = 16
 WARM_UP = 2  # untimed steps after a change of class, for the interpreter's inline caches
-VOCABULARY = 32_000
 HUGE = 1 << 40  # a segment length that no response reaches
 NATIVE = {"max_pattern_size": 32, "min_pattern_size": 1, "min_count": 8}  # the rule of our defaults
 
@@ -56,72 +63,6 @@ ARMS = {
     "boundaries_and_repetition": Arm(_segment(1024, {"enable": True})),
     "native_repetition": Arm(native_repetition=True),
 }
-
-
-def make_config(asynchronous: bool = False, max_num_seqs: int = 1024, max_model_len: int = 4096):
-    """A real VllmConfig of a tiny Qwen2; nothing is loaded, the model's config.json is all that vLLM reads."""
-    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-    from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({
-            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": VOCABULARY,
-            "max_position_embeddings": max_model_len, "tie_word_embeddings": True, "torch_dtype": "float32"}))
-        model = ModelConfig(model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32",
-                            max_model_len=max_model_len, enforce_eager=True)
-        config = VllmConfig(
-            model_config=model, cache_config=CacheConfig(block_size=16, enable_prefix_caching=False),
-            scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len,
-                                             max_num_batched_tokens=max_num_seqs * max_model_len,
-                                             is_encoder_decoder=False))
-    config.scheduler_config.async_scheduling = asynchronous  # the CPU platform sets False; the classes do not care
-    return config
-
-
-def upstream_class(asynchronous: bool) -> type:
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return AsyncScheduler if asynchronous else Scheduler
-
-
-def make_scheduler(config, num_blocks: int, cls: type):
-    """A scheduler of class `cls`, built like in EngineCore."""
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    size = config.cache_config.block_size
-    config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return cls(vllm_config=config, block_size=size, log_stats=False,
-               kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
-               structured_output_manager=StructuredOutputManager(config))
-
-
-def make_request(key: str, done_before: int = 0, max_tokens: int = 1 << 20, history=(),
-                 group: str = "g", member: int = 0, prompt_tokens: int = PROMPT):
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
-    parameters = SamplingParams(
-        max_tokens=max_tokens, ignore_eos=True, logprobs=0,
-        extra_args={"segment": {"group": group, "member": member, "done_before": done_before}})
-    request = Request(key, [1] * prompt_tokens, parameters, None)
-    if history:  # like a response that was preempted before
-        request.append_output_token_ids(list(history))
-    return request
-
-
-def model_output(order: list[str], tokens: np.ndarray, logprobs: np.ndarray):
-    """What the model runner hands over: one token and one log-prob for every request, in batch order."""
-    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-
-    return ModelRunnerOutput(
-        req_ids=list(order), req_id_to_index={key: i for i, key in enumerate(order)},
-        sampled_token_ids=[[token] for token in tokens.tolist()],
-        logprobs=LogprobsLists(tokens[:, None], logprobs[:, None], np.zeros(len(order), dtype=np.int64)))
 
 
 class Nothing:

@@ -26,6 +26,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.partial_rows",
     "verl.partial_server",
     "vllm.scheduler",
+    "vllm.scheduler_cls",
     "vllm.engine_core",
     "ray.hccl_collective",
     "cpu.dist_name",

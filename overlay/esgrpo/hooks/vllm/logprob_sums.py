@@ -5,6 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 
+def _columns(logprobs):
+    """(log-probs of the sampled tokens, first row of each request or None) of a LogprobsLists.
+
+    vLLM < 0.12 has lists of floats, and one row per request without starts.
+    """
+    return np.asarray(logprobs.logprobs)[:, 0], getattr(logprobs, "cu_num_generated_tokens", None)
+
+
 class LogprobSums:
     """Accumulates in the order of the model runner's batch; re-ordered only when the batch changes."""
 
@@ -12,7 +20,7 @@ class LogprobSums:
         self._order: list[str] = []
         self._sums = np.zeros(0)
         self._parked: dict[str, float] = {}  # preempted: in no batch now, may come back
-        self._late: dict[str, int] = {}  # ended: scheduled tokens whose rows are still to come
+        self._late: dict[str, int] = {}  # scheduled tokens whose rows are still to come, and will be dropped
 
     def add(self, output, scheduled, alive) -> int:
         """Add one ModelRunnerOutput; returns the number of tokens in it that reach a response.
@@ -24,38 +32,46 @@ class LogprobSums:
         if not sampled:
             return 0
         total = sum(map(len, sampled))
-        reached = total - self._too_late(output, scheduled) if self._late else total
+        late = self._too_late(output, scheduled) if self._late else []
+        reached = total - sum(len(sampled[index]) for index in late)
         logprobs = output.logprobs
         if logprobs is None:
             return reached
         if output.req_ids != self._order:
             self._reorder(list(output.req_ids), alive)
-        rows = np.asarray(logprobs.logprobs)[:, 0]  # column 0 is the sampled token
-        starts = logprobs.cu_num_generated_tokens
+        rows, starts = _columns(logprobs)
         if starts is None and total == len(sampled) == len(rows):  # without starts nobody has more than one
             self._sums += rows
+            if late:  # of a request that lives on
+                self._sums[late] -= rows[late]
         else:  # speculative decoding, or prefill chunks that sampled nothing
             counts = np.fromiter(map(len, sampled), dtype=np.int64, count=len(sampled))
-            starts = np.arange(len(counts)) if starts is None else np.asarray(starts[:len(counts)])
+            counts[late] = 0
+            if starts is None:  # what was sampled beyond the first token has no row
+                starts, counts = np.arange(len(counts)), np.minimum(counts, 1)
+            else:
+                starts = np.asarray(starts[:len(counts)])
             owner = np.repeat(np.arange(len(counts)), counts)  # only sampled rows: others may hold -inf or nan
-            row = np.arange(total) + (starts - np.cumsum(counts) + counts)[owner]
+            row = np.arange(counts.sum()) + (starts - np.cumsum(counts) + counts)[owner]
             self._sums += np.bincount(owner, weights=rows[row], minlength=len(counts))
         return reached
 
     def ended(self, key: str, in_flight: int) -> None:
-        """Upstream drops what the worker still samples for an ended request: `in_flight` scheduled tokens."""
+        """Upstream drops what the worker still samples for a request, most often an ended one.
+
+        `in_flight` is in scheduled tokens.
+        """
         if in_flight > 0:
             self._late[key] = in_flight
 
-    def _too_late(self, output, scheduled) -> int:
-        """Tokens of this output that belong to requests that have ended."""
-        tokens = 0
-        for key in [key for key in self._late if key in scheduled]:
+    def _too_late(self, output, scheduled) -> list[int]:
+        """Places in this output's batch of what upstream drops."""
+        late = [key for key in self._late if key in scheduled]
+        for key in late:
             self._late[key] -= scheduled[key]
             if self._late[key] <= 0:
                 del self._late[key]
-            tokens += len(output.sampled_token_ids[output.req_id_to_index[key]])
-        return tokens
+        return [output.req_id_to_index[key] for key in late]
 
     def _reorder(self, order: list[str], alive) -> None:
         known = {**self._parked, **dict(zip(self._order, self._sums.tolist(), strict=True))}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections import Counter
+from collections import Counter, deque
 
 from esgrpo.algo.accounting import Occupancy
 from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
@@ -22,6 +22,15 @@ STOP_REASON = {PRUNE: "pruned", "yield": "segment"}
 def mixed_with(base: type) -> type:
     """`base` with SegmentMixin in front; the same class for the same base."""
     return base if issubclass(base, SegmentMixin) else type(f"Segment{base.__name__}", (SegmentMixin, base), {})
+
+
+def _drops_output(request) -> bool:
+    """True when vLLM will drop what is in flight of this request, most often after a cache reset."""
+    if hasattr(request, "num_stale_output_tokens"):  # >= 0.28; the flag outlives the tokens
+        return request.drop_stale_output and request.num_stale_output_tokens > 0
+    if hasattr(request, "async_tokens_to_discard"):  # >= 0.23
+        return request.async_tokens_to_discard > 0
+    return getattr(request, "discard_latest_async_tokens", False)
 
 
 class SegmentMixin:
@@ -40,6 +49,7 @@ class SegmentMixin:
         self.segment_logprobs = LogprobSums()
         self.segment_occupancy = Occupancy(settings.capacity or self.max_num_running_reqs, time.time)
         self.segment_outcomes: Counter = Counter()
+        self.segment_flight: deque[dict[str, int]] = deque()  # tokens per request of steps without their output yet
 
     def add_request(self, request, *args, **kwargs):
         super().add_request(request, *args, **kwargs)
@@ -50,6 +60,7 @@ class SegmentMixin:
 
     def schedule(self, *args, **kwargs):
         output = super().schedule(*args, **kwargs)
+        self.segment_flight.append(output.num_scheduled_tokens)
         self.segment_occupancy.observe(len(output.num_scheduled_tokens), len(self.waiting))
         return output
 
@@ -57,7 +68,29 @@ class SegmentMixin:
         super().set_pause_state(pause_state)
         self.segment_occupancy.pause(bool(pause_state))
 
+    def reset_prefix_cache(self, *args, **kwargs):
+        """Upstream drops what is in flight of the requests that it preempts for this; so do the sums."""
+        done = super().reset_prefix_cache(*args, **kwargs)
+        for key, request in self.requests.items():
+            in_flight = self._segment_in_flight(key)
+            if in_flight and _drops_output(request):
+                self.segment_logprobs.ended(key, in_flight)
+            elif not in_flight and getattr(request, "discard_latest_async_tokens", False):
+                # vLLM < 0.23 would drop the next token instead, which the model has already gone on from.
+                request.discard_latest_async_tokens = False
+        return done
+
+    def _segment_in_flight(self, key: str) -> int:
+        """Scheduled tokens of a request whose output has not come yet.
+
+        Counted here: vLLM < 0.28 knows them only as placeholders, without prefill chunks and under async scheduling.
+        """
+        return sum(step.get(key, 0) for step in self.segment_flight)
+
     def update_from_output(self, scheduler_output, model_runner_output):
+        flight = self.segment_flight
+        while flight and flight.popleft() is not scheduler_output.num_scheduled_tokens:
+            continue  # oldest first; a step that was scheduled but never executed is forgotten here
         # Before upstream frees what ends in this step, so that the last token is in the sum.
         self.segment_occupancy.window.tokens += self.segment_logprobs.add(
             model_runner_output, scheduler_output.num_scheduled_tokens, self.requests)
@@ -94,7 +127,7 @@ class SegmentMixin:
         key, client = request.request_id, request.client_index
         request.stop_reason = STOP_REASON[outcome]
         payload = self._segment_payload(request, outcome, rule)
-        self.finish_requests(key, RequestStatus.FINISHED_LENGTH_CAPPED)
+        self.finish_requests([key], RequestStatus.FINISHED_LENGTH_CAPPED)  # AscendScheduler would iterate a str
         if client not in outputs:
             outputs[client] = EngineCoreOutputs(outputs=[])
         output = next((o for o in outputs[client].outputs if o.request_id == key), None)
@@ -106,9 +139,7 @@ class SegmentMixin:
         output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD: payload}
 
     def _free_request(self, request, *args, **kwargs):
-        # vLLM < 0.28 counts what is in flight as placeholders, and only under async scheduling.
-        in_flight = getattr(request, "num_in_flight_tokens", request.num_output_placeholders)
-        self.segment_logprobs.ended(request.request_id, in_flight)
+        self.segment_logprobs.ended(request.request_id, self._segment_in_flight(request.request_id))
         freed = super()._free_request(request, *args, **kwargs)
         aborted = str(request.get_finished_reason()) == "abort"
         payload = self._segment_payload(request, "abort" if aborted else "finish", "")

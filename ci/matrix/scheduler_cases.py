@@ -1,0 +1,213 @@
+"""What every scheduler class must do with the mixin in front: one function a case, the same for all vLLM releases.
+
+`new(segment, **options)` makes a Player; segment None is upstream's own class, the negative control: there nothing is
+pruned and nothing yields. Options: `blocks`, and `budget` in tokens a step (prompts longer than that are chunked).
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from ci.matrix.scheduler_player import LOOP, expect
+
+YIELD = {"enable": True, "segment_length": 16, "boundary": "yield"}
+PRUNE = {"enable": True, "prune": {"repetition": {"enable": True}}}
+QUIET = {"enable": True, "segment_length": 8}
+SCARCE = 14  # blocks of 16 tokens: four requests of 16 + 50 tokens need 20
+PRUNED_AT = 32  # default repetition rule: looked at every 32 tokens
+LENGTH = 60
+
+
+class Unsupported(Exception):
+    """The release has no such thing."""
+
+
+def _finished(player) -> None:
+    player.assert_empty()
+    player.assert_accounted()
+
+
+def a_loop_is_pruned_and_the_others_run_on(new):
+    for segment in (None, PRUNE):
+        player = new(segment)
+        for i in range(4):
+            player.add(f"r{i}", loop=i == 1, member=i, max_tokens=LENGTH)
+        player.run()
+        looped = LENGTH if segment is None else PRUNED_AT
+        expect(player.counts(), {"r0": LENGTH, "r1": looped, "r2": LENGTH, "r3": LENGTH}, f"tokens, segment={segment}")
+    expect(player.ends["r1"][:2], ("length", "pruned"), "end of the loop")
+    expect((player.ends["r1"][2]["outcome"], player.ends["r1"][2]["rule"]), ("prune", "repetition"), "payload")
+    expect({player.ends[key][1] for key in ("r0", "r2", "r3")}, {None}, "stop reason of the others")
+    _finished(player)
+
+
+def yield_is_exact(new):
+    for segment in (None, YIELD):
+        player = new(segment)
+        for i, done in enumerate((0, 5, 16, 31, 0, 3)):  # the last two wait for a slot
+            player.add(f"r{i}", done_before=done, member=i, max_tokens=LENGTH)
+        player.run()
+        if segment is None:
+            expect(set(player.counts().values()), {LENGTH}, "upstream's lengths")
+    expect(player.counts(), {"r0": 16, "r1": 11, "r2": 16, "r3": 1, "r4": 16, "r5": 13}, "lengths")
+    expect({end[:2] for end in player.ends.values()}, {("length", "segment")}, "ends")
+    _finished(player)
+
+
+def _finish_in_one_step(new, members):
+    player = new(QUIET)
+    for i in range(8):
+        player.add(f"r{i}", group="ab"[i % 2], member=i, max_tokens=50)
+    player.run(6)
+    before = player.counts()
+    expect(player.scheduler.segment_finish("a", members, "group"), 4, "members found")
+    expect(player.scheduler.segment_finish("nobody", None, "group"), 0, "members of a group that is not here")
+    player.run(1)
+    ended, others = ("r0", "r2", "r4", "r6"), ("r1", "r3", "r5", "r7")
+    expect({key: end[:2] for key, end in player.ends.items()}, dict.fromkeys(ended, ("length", "pruned")), "ends")
+    expect({key: len(player.tokens[key]) for key in ended},
+           {"r0": before["r0"] + 1, "r2": before["r2"] + 1, "r4": 0, "r6": 0}, "tokens of the finished")
+    player.run()
+    expect({key: len(player.tokens[key]) for key in others}, dict.fromkeys(others, 50), "tokens of the others")
+    _finished(player)
+
+
+def finish_takes_a_whole_group_in_one_step(new):
+    _finish_in_one_step(new, None)
+
+
+def finish_takes_named_members_in_one_step(new):
+    _finish_in_one_step(new, [0, 2, 4, 6])
+
+
+def a_window_counts_delivered_tokens_only(new):
+    """Under async scheduling a response that ends by itself has one more row in flight, which upstream drops."""
+    player = new(QUIET)
+    for i in range(6):
+        player.add(f"r{i}", eos_at=3 + 4 * i, member=i, max_tokens=50)
+    player.run()
+    expect(player.counts(), {f"r{i}": 4 + 4 * i for i in range(6)}, "tokens")
+    expect(sum(player.made.values()), sum(player.counts().values()) + 6 * player.lag, "tokens sampled")
+    _finished(player)
+
+
+def versions_between_steps(new):
+    player = new(QUIET)
+    for i in range(3):
+        player.add(f"r{i}", member=i, max_tokens=30)
+    windows = [player.scheduler.segment_set_version(5)]
+    for version in (6, 7):
+        player.run(10)
+        windows.append(player.scheduler.segment_set_version(version))
+    player.run()
+    windows.append(player.scheduler.segment_set_version(8))
+    spans = [end[2]["spans"] for end in player.ends.values()]
+    expect([[version for version, _ in s] for s in spans], [[5, 6, 7]] * 3, "versions")
+    expect([window["tokens"] for window in windows[1:]], [sum(s[i][1] for s in spans) for i in range(3)], "windows")
+    expect(sum(window["tokens"] for window in windows), 90, "tokens in all windows")
+
+
+def _abort_all(player) -> None:
+    from vllm.v1.request import RequestStatus
+
+    player.scheduler.finish_requests(list(player.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+    player.drain()
+    delivered = sum(player.counts().values())
+    expect(player.scheduler.segment_set_version(1)["tokens"], delivered, "tokens of the window")
+    player.add("next", max_tokens=5)
+    player.run()
+    expect(player.counts()["next"], 5, "tokens of the next request")
+    player.assert_empty()
+
+
+def abort_while_steps_are_in_flight(new):
+    player = new(QUIET)
+    for i in range(6):
+        player.add(f"r{i}", member=i, max_tokens=50)
+    player.run(5)
+    _abort_all(player)
+
+
+def abort_while_a_prefill_is_in_flight(new):
+    """After every step of chunked prompts once: what is in flight is a chunk, the last chunk, or a decode."""
+    for steps in range(1, 7):
+        player = new(QUIET, budget=20)
+        for i in range(2):
+            player.add(f"r{i}", member=i, max_tokens=50, prompt_tokens=30)
+        player.run(steps)
+        _abort_all(player)
+
+
+def preempted_requests_stay_in_the_book(new):
+    """Too few blocks: the scheduler preempts what runs and recomputes it; nothing is lost or counted twice."""
+    preempted = []
+    for segment in (None, QUIET):
+        player = new(segment, blocks=SCARCE)
+        for i in range(4):
+            player.add(f"r{i}", member=i, max_tokens=50)
+        while player.scheduler.has_requests() or player.queue:
+            player.step()
+            preempted += [key for key, r in player.scheduler.requests.items() if r.status.name == "PREEMPTED"]
+        expect(player.counts(), {f"r{i}": 50 for i in range(4)}, f"tokens, segment={segment}")
+    expect(bool(preempted), True, "somebody was preempted")
+    _finished(player)
+
+
+def _reset_the_cache(new, drain: bool):
+    lengths = []
+    for segment in (None, YIELD):
+        player = new(segment)
+        known = inspect.signature(player.scheduler.reset_prefix_cache).parameters
+        if segment is None and "reset_running_requests" not in known:
+            raise Unsupported("reset_prefix_cache has no reset_running_requests")
+        for i in range(4):
+            player.add(f"r{i}", member=i, max_tokens=50)
+        player.run(6)
+        if drain:
+            player.drain()
+        player.scheduler.reset_prefix_cache(reset_running_requests=True)
+        player.run()
+        lengths.append(player.counts())
+    expect(lengths, [{f"r{i}": 50 for i in range(4)}, {f"r{i}": 16 for i in range(4)}], "tokens, plain and yielding")
+    _finished(player)
+    return player
+
+
+def a_cache_reset_between_steps_loses_nothing(new):
+    """pause(keep, clear_cache=True) recomputes the KV cache of what runs, after what is in flight has come in."""
+    player = _reset_the_cache(new, drain=True)
+    for key, tokens in player.tokens.items():
+        expect(tokens, [LOOP + i for i in range(16)], f"tokens of {key}")
+
+
+def a_cache_reset_while_a_step_is_in_flight(new):
+    """Under async scheduling upstream drops the output of that step; the worker samples it again."""
+    _reset_the_cache(new, drain=False)
+
+
+def without_a_decision_the_outputs_are_upstreams(new):
+    seen = []
+    for segment in (None, QUIET):
+        player = new(segment)
+        for i in range(9):
+            player.add(f"r{i}", eos_at=5 * i + 2 if i % 2 else None, member=i, max_tokens=20 + i)
+        player.run()
+        expect(hasattr(player.scheduler, "segment_book"), segment is not None, "the mixin is there")
+        seen.append((dict(player.tokens), dict(player.logprobs), {k: e[:2] for k, e in player.ends.items()}))
+    expect(seen[1], seen[0], "tokens, log-probs and ends")
+
+
+CASES = (
+    without_a_decision_the_outputs_are_upstreams,
+    a_loop_is_pruned_and_the_others_run_on,
+    yield_is_exact,
+    finish_takes_a_whole_group_in_one_step,
+    finish_takes_named_members_in_one_step,
+    a_window_counts_delivered_tokens_only,
+    versions_between_steps,
+    abort_while_steps_are_in_flight,
+    abort_while_a_prefill_is_in_flight,
+    preempted_requests_stay_in_the_book,
+    a_cache_reset_between_steps_loses_nothing,
+    a_cache_reset_while_a_step_is_in_flight,
+)

@@ -1,0 +1,49 @@
+"""Puts SegmentMixin in front of the scheduler class on vLLM releases that resolve it in EngineCore itself."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="segment-scheduler-by-class",
+    target="vllm.v1.engine.core:EngineCore._initialize_kv_caches",
+    process=("engine-core",),
+    kind="wrap",
+    why="before vLLM 0.12 there is no get_scheduler_cls: EngineCore.__init__ reads scheduler_config.scheduler_cls "
+        "right after this method. A scheduler_cls from the command line is overwritten by async_scheduling=True, and "
+        "one that is set earlier would be pickled to the workers",
+    releases=(Release("vllm", ">=0.11,<0.12", {"0.11.0": "5f3a5b63a23008c2"}),),
+    remove_when="vLLM 0.11 is no longer supported",
+    features=("observe",),
+    relies_on=("vllm.v1.engine.core:EngineCore.__init__",
+               "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+               "vllm.v1.core.sched.scheduler:Scheduler.finish_requests",
+               "vllm.v1.core.sched.scheduler:Scheduler.add_request",
+               "vllm.v1.core.sched.scheduler:Scheduler._free_request"),
+    without=((">=0.12", "get_scheduler_cls is the place (segment-scheduler)"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def _initialize_kv_caches(*args, **kwargs):
+        sizes = original(*args, **kwargs)
+        config = inspect.signature(original).bind(*args, **kwargs).arguments["vllm_config"]
+        _mix(config.scheduler_config)
+        return sizes
+
+    return _initialize_kv_caches
+
+
+def _mix(scheduler_config) -> None:
+    """Whatever class vLLM, Ascend or the user chose, with the mixin in front."""
+    from vllm.v1.engine.core import resolve_obj_by_qualname
+
+    from esgrpo.hooks.vllm import segment_mixin
+
+    chosen = scheduler_config.scheduler_cls
+    base = resolve_obj_by_qualname(chosen) if isinstance(chosen, str) else chosen
+    scheduler_config.scheduler_cls = segment_mixin.mixed_with(base)
