@@ -41,11 +41,17 @@ ACCEPTED = FINE | {State.DISABLED}  # what the user switched off by name does no
 
 @dataclass(frozen=True)
 class Release:
-    """Tested releases of one upstream: PEP 508 specifier and the joint fingerprint of the targets per version."""
+    """Tested releases of one upstream: PEP 508 specifier and the joint fingerprint of the targets per version.
+
+    A patched checkout is named version+slug, several slugs joined by dots, all of the series version+series. `cured`
+    has the sources that need the hook no more, by the git patch of the same slug or by upstream itself: fingerprints of
+    the target alone, since what the hook relies on may not exist there.
+    """
 
     upstream: str
     spec: str
     fingerprints: dict[str, str]
+    cured: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,9 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
     version = upstream_version(release.upstream)
     if version is None:
         return State.ABSENT, f"{release.upstream} is not installed", ""
+    cure, found = _cured(hook, search)
+    if cure:
+        return State.NOT_NEEDED, f"cured by {cure}", found
     found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), search)
     known = {v: f for r in hook.releases for v, f in r.fingerprints.items()}
     if found is not None and found in known.values():
@@ -189,7 +198,22 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
     what = f"{missing} is missing" if found is None else f"fingerprint {found}"
     if version in known:
         return State.DRIFTED, f"{release.upstream} {version}: {what}, expected {known[version]}", found or ""
-    return State.INCOMPATIBLE, f"{release.upstream} {version}: {what}, tested {', '.join(known)}", found or ""
+    tested = ", ".join(v for v in known if "+" not in v)
+    return State.INCOMPATIBLE, f"{release.upstream} {version}: {what}, tested {tested}", found or ""
+
+
+def _cured(hook: Hook, search: list[str] | None) -> tuple[str, str]:
+    """(who did the hook's work in the source, fingerprint), or empty strings: never the hook on top of its patch."""
+    cured = {f: (release.upstream, source) for release in hook.releases for source, f in release.cured.items()}
+    if not cured:
+        return "", ""
+    found = fingerprint.of_targets((hook.target,), search)[0]
+    if found not in cured:
+        return "", ""
+    upstream, source = cured[found]
+    version, _, patches = source.partition("+")
+    patched = {hook.slug, "series"}.intersection(patches.split("."))
+    return f"the git patch {hook.slug}" if patched else f"{upstream} {version} itself", found
 
 
 def _activate(record: Record) -> None:
