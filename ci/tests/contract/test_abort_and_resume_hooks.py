@@ -97,3 +97,17 @@ def test_a_patched_checkout_gets_no_hook(child, overlay, tmp_path):
         assert states.pop(slug) == ["NOT_NEEDED", f"cured by the git patch {slug}"]
     assert states == {"abort-all-fails-loudly": ["NOT_NEEDED", "cured by verl 0.9.1 itself"]}
     good(found["seen"])
+
+
+def test_the_hooks_of_an_unpatched_090(child, overlay, tmp_path):
+    """Three hooks are for 0.9.0 too; the fourth says that it is not, since 0.9.0's server holds nobody."""
+    tree = patch_tree.tree("0.9.0", tmp_path, whole=True)
+    found = child("hooked", path=(overlay, tree), ESGRPO_ENABLE="1", ESGRPO_FEATURES=FEATURES)
+    seen, plain, states = found["seen"], found["plain"], found["states"]
+    assert [states.pop(slug)[0] for slug in patch_tree.series("0.9.0")[:3]] == ["APPLIED"] * 3
+    assert states.pop("resume-without-sleep")[0] == "INCOMPATIBLE" and set(seen["waits"]) == {1}
+    assert seen["broken"]["raised"].startswith("HookError: esgrpo: abort-all-fails-loudly: engine is dead | wanted")
+    assert plain["broken"]["raised"] == "" and plain["broken"]["error"] == "engine is dead"
+    assert [seen["all"][name]["paused"] for name in seen["all"]] == [[["abort", True]] * 2] * 3
+    assert plain["all"]["0.32"]["paused"] == [] and plain["all"]["0.32"]["raised"] == ""  # syncs all the same
+    assert seen["one"]["reached"] == ["mine-1a2b"] and plain["one"]["reached"] == []
