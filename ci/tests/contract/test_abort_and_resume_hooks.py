@@ -9,6 +9,7 @@ from ci.tests.contract import patch_tree
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
+pytestmark = pytest.mark.slow
 CHILD = "ci/tests/contract/real_classes.py"
 FEATURES = "observe,segment"
 
@@ -46,6 +47,7 @@ def hooked(child, overlay):
 def good(seen) -> None:
     """What hooks and patches promise alike."""
     assert seen["one"] == {"aborted": True, "reached": ["mine-1a2b"], "resets": 0, "left": ["other-1a2b"]}
+    assert seen["vllm"] == {"aborted": True, "reached": ["mine-1a2b"], "ended": {"mine": "abort", "other": None}}
     assert seen["one_reset"]["resets"] == 1
     assert seen["gone"]["aborted"] is seen["headless"]["aborted"] is False and seen["gone"]["reached"] == []
     for pause in seen["all"].values():
@@ -72,6 +74,7 @@ def test_plain_verl_does_not(hooked):
     """Negative control: the same classes after the hooks were taken away."""
     plain = hooked["plain"]
     assert plain["one"]["aborted"] is False and plain["one"]["reached"] == []
+    assert plain["vllm"] == {"aborted": False, "reached": [], "ended": {"mine": None, "other": None}}
     assert "unexpected keyword argument 'wait_for_inflight_requests'" in plain["all"]["0.32"]["raised"]
     assert set(plain["waits"]) == {1}
 
@@ -102,6 +105,8 @@ def test_a_patched_checkout_gets_no_hook(child, overlay, tmp_path):
 def test_the_hooks_of_an_unpatched_090(child, overlay, tmp_path):
     """Three hooks are for 0.9.0 too; the fourth says that it is not, since 0.9.0's server holds nobody."""
     tree = patch_tree.tree("0.9.0", tmp_path, whole=True)
+    (tree / "verl-0.9.0.dist-info").mkdir()
+    (tree / "verl-0.9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: verl\nVersion: 0.9.0\n")
     found = child("hooked", path=(overlay, tree), ESGRPO_ENABLE="1", ESGRPO_FEATURES=FEATURES)
     seen, plain, states = found["seen"], found["plain"], found["states"]
     assert [states.pop(slug)[0] for slug in patch_tree.series("0.9.0")[:3]] == ["APPLIED"] * 3
