@@ -45,12 +45,16 @@ class Release:
     """Tested releases of one upstream: PEP 508 specifier and the joint fingerprint of the targets per version.
 
     `patches` are the slugs of git patches that these fingerprints presume.
+    A patched checkout is named version+slug, several slugs joined by dots, all of the series version+series. `cured`
+    has the sources that need the hook no more, by the git patch of the same slug or by upstream itself: fingerprints of
+    the target alone, since what the hook relies on may not exist there.
     """
 
     upstream: str
     spec: str
     fingerprints: dict[str, str]
     patches: tuple[str, ...] = ()
+    cured: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,9 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
     reason = has_no_place(hook, version)
     if reason:
         return State.NOT_NEEDED, f"{release.upstream} {version}: {reason}", ""
+    cure, found = _cured(hook, search)
+    if cure:
+        return State.NOT_NEEDED, f"cured by {cure}", found
     found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), search)
     known = {v: f for r in hook.releases for v, f in r.fingerprints.items()}
     if found is not None and found in known.values():
@@ -228,7 +235,22 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
     hint = f"; it presumes the git patches {', '.join(needed)}: see ./apply.sh" if needed else ""
     if version in known:
         return State.DRIFTED, f"{release.upstream} {version}: {what}, expected {known[version]}{hint}", found or ""
-    return State.INCOMPATIBLE, f"{release.upstream} {version}: {what}, tested {', '.join(known)}{hint}", found or ""
+    tested = ", ".join(v for v in known if "+" not in v)
+    return State.INCOMPATIBLE, f"{release.upstream} {version}: {what}, tested {tested}{hint}", found or ""
+
+
+def _cured(hook: Hook, search: list[str] | None) -> tuple[str, str]:
+    """(who did the hook's work in the source, fingerprint), or empty strings: never the hook on top of its patch."""
+    cured = {f: (release.upstream, source) for release in hook.releases for source, f in release.cured.items()}
+    if not cured:
+        return "", ""
+    found = fingerprint.of_targets((hook.target,), search)[0]
+    if found not in cured:
+        return "", ""
+    upstream, source = cured[found]
+    version, _, patches = source.partition("+")
+    patched = {hook.slug, "series"}.intersection(patches.split("."))
+    return f"the git patch {hook.slug}" if patched else f"{upstream} {version} itself", found
 
 
 def _activate(record: Record) -> None:

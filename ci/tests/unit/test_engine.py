@@ -38,10 +38,10 @@ def tag(original):
         return "hooked " + original(*args, **kwargs)
     return replacement
 
-def declare(slug="a", target="up.mod:f", kind="wrap", build=tag, tested=None, upstream="up", **fields):
+def declare(slug="a", target="up.mod:f", kind="wrap", build=tag, tested=None, upstream="up", cured={}, **fields):
     if tested is None:
         tested = {"1.0": fingerprint.of_targets((target,))[0]}
-    releases = (Release(upstream, ">=1,<2", tested),) if tested else ()
+    releases = (Release(upstream, ">=1,<2", tested, cured),) if tested else ()
     hook = Hook(slug, target, ("driver",), kind, "why", releases, "when", **fields)
     code = build if isinstance(build, types.SimpleNamespace) else types.SimpleNamespace(build=build)
     engine._records[slug] = Record(hook, code)
@@ -169,6 +169,64 @@ def test_a_changed_helper_is_drift_too(script, up):
     (up / "up" / "mod.py").write_text(UPSTREAM.replace('def method(self, x): return "plain "',
                                                        'def method(self, x): return "new "', 1))
     assert script(source.replace(known, f"{{'1.0': '{fixed}'}}"))[0] == {"a": "DRIFTED", "result": "plain x"}
+
+
+PATCHED = UPSTREAM.replace('def f(x): return "plain "', 'def f(x): return "patched "')
+CURE = """
+names = {{'1.0': '{plain}', '1.0+other': '{other}'}}
+declare(tested=names, cured={{'{source}': '{patched}'}}, relies_on=({relies}))
+engine.boot(); import up.mod; engine.refresh()
+row = engine.states('driver')[0]
+show(result=up.mod.f('x'), detail=row['detail'], stops=bool(engine.not_in_place([row])))
+"""
+
+
+def cure_script(up, source="1.0+a", relies=""):
+    """A hook that knows the plain source, one that another patch made, and one that needs it no more."""
+    from esgrpo import fingerprint
+
+    def taken(text):
+        (up / "up" / "mod.py").write_text(text)
+        fingerprint._tree.cache_clear()
+        return fingerprint.of_targets(("up.mod:f",), [str(up)])[0]
+
+    prints = {name: taken(text) for name, text in (
+        ("patched", PATCHED), ("other", PATCHED.replace("patched", "other")), ("plain", UPSTREAM))}
+    return CURE.format(**prints, source=source, relies=relies)
+
+
+@pytest.mark.parametrize("source, by", [("1.0+a", "the git patch a"), ("1.0+b.a", "the git patch a"),
+                                        ("1.0+series", "the git patch a"), ("1.0", "up 1.0 itself"),
+                                        ("1.0+b", "up 1.0 itself")])
+def test_a_patched_source_needs_no_hook(script, up, source, by):
+    """The patch is there: the hook on top of it would do the same thing twice."""
+    code = cure_script(up, source)
+    plain = {"a": "APPLIED", "result": "hooked plain x", "detail": "up 1.0", "stops": False}
+    assert script(code)[0] == plain
+    (up / "up" / "mod.py").write_text(PATCHED)
+    found, errors = script(code)
+    assert found == {"a": "NOT_NEEDED", "result": "patched x", "detail": f"cured by {by}", "stops": False}
+    assert errors == ""
+
+
+def test_the_patch_of_another_slug_leaves_the_hook_on(script, up):
+    code = cure_script(up)
+    (up / "up" / "mod.py").write_text(PATCHED.replace("patched", "other"))
+    assert script(code)[0]["result"] == "hooked other x"
+
+
+def test_a_cured_source_may_lack_what_the_hook_relies_on(script, up):
+    code = cure_script(up, relies="'up.mod:gone',")
+    assert script(code)[0]["a"] == "DRIFTED"
+    (up / "up" / "mod.py").write_text(PATCHED)
+    assert script(code)[0]["a"] == "NOT_NEEDED"
+
+
+def test_an_edited_patched_source_is_drift(script, up):
+    code = cure_script(up)
+    (up / "up" / "mod.py").write_text(PATCHED.replace('"patched "', '"edited "'))
+    assert script(code)[0] == {"a": "DRIFTED", "result": "edited x", "stops": True,
+                               "detail": script(code)[0]["detail"]}
 
 
 def test_a_missing_target_is_named(script):

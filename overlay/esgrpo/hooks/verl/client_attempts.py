@@ -13,7 +13,8 @@ HOOK = Hook(
     kind="wrap",  # the original is called once per attempt: a yield is submitted again with what is left
     why="verl's server drops CompletionOutput.stop_reason and its resuming client drops all extra_fields but four; "
         "both clients call this method once per attempt. get_client(client_cls=) would need a change in every caller",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "d127c063cc1f8df4"}),),
+    releases=(Release("verl", ">=0.9,<0.10", {
+        "0.9.1": "d127c063cc1f8df4", "0.9.1+resume-without-sleep": "9e06a45b6d6231ee"}),),
     remove_when="verl's client keeps stop_reason and extra_fields across attempts",
     features=("observe",),
     relies_on=("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",),

@@ -1,0 +1,24 @@
+"""Waits before an aborted response is resumed."""
+
+import pytest
+
+from esgrpo.algo.resuming import FIRST_WAIT, LONGEST_WAIT, ResumeWait
+
+
+def test_after_tokens_nobody_waits():
+    wait = ResumeWait()
+    assert [wait.after(tokens) for tokens in (5, 1, 900)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("rejections", [1, 8, 2000])
+def test_rejections_are_spaced_out_and_bounded(rejections):
+    wait = ResumeWait()
+    waits = [wait.after(0) for _ in range(rejections)]
+    assert waits[0] == FIRST_WAIT and waits == sorted(waits) and max(waits) <= LONGEST_WAIT
+    assert rejections < 8 or waits[-1] == LONGEST_WAIT
+    assert wait.after(1) == 0 and wait.after(0) == FIRST_WAIT
+
+
+def test_a_steady_wait_is_that_of_verl():
+    wait = ResumeWait(steady=True)
+    assert [wait.after(tokens) for tokens in (5, 0, 0)] == [LONGEST_WAIT] * 3

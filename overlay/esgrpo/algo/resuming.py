@@ -1,0 +1,26 @@
+"""How long a client waits before it resumes a response that was aborted."""
+
+from __future__ import annotations
+
+FIRST_WAIT = 0.01  # seconds after the first attempt without a token
+LONGEST_WAIT = 1.0  # seconds; what verl waits always
+
+
+class ResumeWait:
+    """Waits of one response, in seconds.
+
+    An attempt that brought tokens met a server that pauses: it holds the next attempt itself, waiting adds nothing.
+    An attempt without any may have been rejected at once, so the wait doubles or the client would spin. `steady`
+    keeps verl's second where others count on a moment with no request in flight.
+    """
+
+    def __init__(self, steady: bool = False):
+        self.steady = steady
+        self._last = 0.0
+
+    def after(self, tokens: int) -> float:
+        """Wait after an aborted attempt of this many tokens."""
+        if self.steady:
+            return LONGEST_WAIT
+        self._last = 0.0 if tokens else min(max(2 * self._last, FIRST_WAIT), LONGEST_WAIT)
+        return self._last

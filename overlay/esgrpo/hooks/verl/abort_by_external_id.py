@@ -1,0 +1,41 @@
+"""One request is aborted by the id that its caller knows, and the other requests keep their prefix cache."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="abort-by-external-id",
+    target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.abort_request",
+    process=("vllm-server",),
+    kind="replace",  # nothing in the original can be kept: it looks among ids that its callers never see
+    why="vLLM keys its request states by a randomised internal id, so verl's abort_request answers \"Request ... not "
+        "found\" to every call and the request decodes on to its end; it also clears the prefix cache of all requests",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.0": "073146ee94cd7a9e", "0.9.1": "a28290736811f340"}, cured={
+        "0.9.0+abort-by-external-id": "41bf181c83ee74a9", "0.9.1+abort-by-external-id": "41bf181c83ee74a9"}),),
+    remove_when="verl's abort_request calls AsyncLLM.abort",
+    features=("observe",),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def abort_request(self, request_id, reset_prefix_cache=False):
+        if self.node_rank != 0:
+            return {"aborted": False, "request_id": request_id}  # a headless node has no engine
+        processor = self.engine.output_processor
+        # vLLM before the randomisation has no mapping: there the request states are keyed by the caller's id
+        known = getattr(processor, "external_req_ids", processor.request_states)
+        if request_id not in known:
+            return {"aborted": False, "request_id": request_id, "error": f"Request {request_id} not found"}
+        try:
+            await self.engine.abort(request_id)
+            if reset_prefix_cache:
+                await self.clear_kv_cache()
+        except Exception as error:  # the replica asks every server and takes the first that says yes
+            return {"aborted": False, "request_id": request_id, "error": f"{type(error).__name__}: {error}"}
+        return {"aborted": True, "request_id": request_id}
+
+    return abort_request

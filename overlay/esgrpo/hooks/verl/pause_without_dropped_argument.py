@@ -1,0 +1,62 @@
+"""verl's abort of all requests works with vLLM releases whose pause_generation knows `mode` only."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+DROPPED = "wait_for_inflight_requests"
+
+HOOK = Hook(
+    slug="pause-without-dropped-argument",
+    target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.abort_all_requests",
+    process=("vllm-server",),
+    kind="wrap",
+    why="vLLM 0.32.0 dropped wait_for_inflight_requests: TypeError \"unexpected keyword argument "
+        "'wait_for_inflight_requests'\" at the first weight sync, which verl 0.9.0 swallows",
+    releases=(Release("verl", ">=0.9,<0.10", {
+        "0.9.0": "bef1c5b164258cc7",
+        "0.9.0+abort-all-fails-loudly": "9eb139766c9d630c",
+        "0.9.0+resume-without-sleep": "09fcfd5436e408b5",
+        "0.9.0+abort-all-fails-loudly.resume-without-sleep": "8d5897af2a28ef66",
+        "0.9.1": "99a169b85c66131f",
+    }, cured={
+        "0.9.0+pause-without-dropped-argument": "a5cc683dac4dad71",
+        "0.9.0+abort-all-fails-loudly.pause-without-dropped-argument": "06d52ca44e02a2b9",
+        "0.9.0+pause-without-dropped-argument.resume-without-sleep": "bdd0308b57e5c376",
+        "0.9.0+series": "8f0b3a1efcd462ba",
+        "0.9.1+pause-without-dropped-argument": "0e2c60be320eb42f",
+    }),),
+    remove_when="verl passes mode to pause_generation",
+    features=("observe",),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def abort_all_requests(self, *args, **kwargs):
+        from esgrpo.hooks.verl.pause_without_dropped_argument import teach
+
+        if self.node_rank == 0:
+            teach(self.engine)
+        return await original(self, *args, **kwargs)
+
+    return abort_all_requests
+
+
+def teach(engine) -> None:
+    """Let this engine's pause_generation take the old argument again; an engine that takes it stays as it is."""
+    import inspect
+
+    pause = engine.pause_generation
+    if DROPPED in inspect.signature(pause, follow_wrapped=False).parameters:
+        return
+
+    @functools.wraps(pause)
+    async def pause_generation(*args, wait_for_inflight_requests=None, **kwargs):
+        if wait_for_inflight_requests is not None:
+            kwargs.setdefault("mode", "wait" if wait_for_inflight_requests else "abort")
+        return await pause(*args, **kwargs)
+
+    engine.pause_generation = pause_generation
