@@ -18,5 +18,7 @@ if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
 # One pytest process: its closing line counts everything. Order: cheap first, real runs last.
-exec "$PYTHON" -m pytest -q --durations=15 \
+"$PYTHON" -m pytest -q --durations=15 \
     ci/tests/unit ci/tests/property ci/tests/contract ci/tests/ray ci/tests/engine ci/tests/e2e
+say "matrix: patch sets and hook contracts on every pinned release"
+exec "$PYTHON" -m ci.matrix --fast

@@ -83,7 +83,7 @@ def differing(comparison: filecmp.dircmp) -> list[str]:
 
 
 def apply_only(row: Tested) -> Outcome:
-    (upstream, version), = row.versions.items()
+    upstream, version = next((name, row.versions[name]) for name in ("verl", "ray") if name in row.versions)
     directory = directory_of(upstream, version)
     if directory is None:
         return Outcome(FAIL, [f"no patch set for {upstream} {version}"])
@@ -97,20 +97,29 @@ def apply_only(row: Tested) -> Outcome:
         return Outcome(FAIL, [str(error)])
 
 
-def fingerprints_in(upstream: str, version: str, tree: Path) -> Outcome:
-    """Every hook that names this release finds its targets there, and they are the tested ones."""
+def fingerprints_in(upstream: str, version: str, pristine: Path, patched: Path | None = None) -> Outcome:
+    """Every hook that names this release finds its targets there, and they are the tested ones.
+
+    Where a patch set exists, the fully patched tree counts too: a hook that presumes patches is looked up there, and
+    every other one must accept that tree or be cured by it.
+    """
     wrong, named, silent = [], [], []
     for record in engine.load_hooks().values():
         hook = record.hook
-        expected = [r.fingerprints[version] for r in hook.releases if version in r.fingerprints]
-        if hook.upstream != upstream or not expected:
+        releases = [r for r in hook.releases if version in r.fingerprints]
+        if hook.upstream != upstream or not releases:
             silent += [hook.slug] * (hook.upstream == upstream)
             continue
-        found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), [str(tree)])
         named.append(hook.slug)
-        if found != expected[0]:
-            what = f"{missing} is missing" if found is None else f"fingerprint {found}, tested {expected[0]}"
-            wrong.append(f"{hook.slug}: {what}")
+        accepted = {f for r in releases for f in r.fingerprints.values()}
+        for tree in filter(None, (None if releases[0].patches else pristine, patched)):
+            found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), [str(tree)])
+            cured = {f for r in hook.releases for f in r.cured.values()}
+            good = found == releases[0].fingerprints[version] if tree is pristine else found in accepted
+            if good or fingerprint.of_targets((hook.target,), [str(tree)])[0] in cured:
+                continue
+            what = f"{missing} is missing" if found is None else f"fingerprint {found}, tested {sorted(accepted)}"
+            wrong.append(f"{hook.slug}: {'pristine' if tree is pristine else 'patched'} tree: {what}")
     if wrong or not named:
         return Outcome(FAIL, wrong or ["no hook names this release"])
     rest = [f"not for this release: {', '.join(silent)}"] if silent else []
@@ -123,7 +132,16 @@ def hooks_contract(row: Tested) -> Outcome:
         tree = upstreams.sources("verl", version, quiet)
     except upstreams.Unavailable as error:
         return Outcome(NOT_RUN if upstreams.needs_git("verl", version) else FAIL, [str(error)])
-    return fingerprints_in("verl", version, tree)
+    directory = directory_of("verl", version)
+    if directory is None:
+        return fingerprints_in("verl", version, tree)
+    with tempfile.TemporaryDirectory(prefix="esgrpo-matrix-") as name:
+        patched = Path(name) / "tree"
+        shutil.copytree(tree, patched)
+        patches = patchset.load(directory)
+        with contextlib.redirect_stdout(io.StringIO()):
+            apply.change(patchset.survey(patches, patched), patched, patches.slugs, reverse=False, check=False)
+        return fingerprints_in("verl", version, tree, patched)
 
 
 def _merge(*outcomes: Outcome) -> Outcome:
@@ -138,7 +156,7 @@ def scheduler_contract(row: Tested) -> Outcome:
     try:
         tree = upstreams.sources("vllm", version, quiet)
         outcome = fingerprints_in("vllm", version, tree)
-        driven = module_run("ci.matrix.scheduler_contract", vllm_environment.for_release(version, quiet))
+        driven = module_run("ci.matrix.scheduler_contract", vllm_environment.environment(version))
     except upstreams.Unavailable as error:
         return Outcome(FAIL, [str(error)])
     return _merge(outcome, driven)
@@ -147,7 +165,7 @@ def scheduler_contract(row: Tested) -> Outcome:
 def ascend_contract(row: Tested) -> Outcome:
     """vllm-ascend beside its vLLM, without an NPU: the scheduler classes that it installs take the mixin."""
     try:
-        environment = vllm_environment.for_release(row.versions["vllm"], quiet, ascend=row.versions["vllm-ascend"])
+        environment = vllm_environment.environment(row.versions["vllm"], row.versions["vllm-ascend"])
     except upstreams.Unavailable as error:
         return Outcome(FAIL, [str(error)])
     return module_run("ci.matrix.ascend_contract", environment)
@@ -207,7 +225,7 @@ _TRAINING = (*_HOOKS, "bench/*.py", "bench/testbed/**/*", "ci/tests/e2e/*.py")
 KINDS = {
     "apply": Kind(apply_only, ("patches/**/*", "overlay/esgrpo/patchset.py", "overlay/esgrpo/apply.py",
                                "ci/matrix/cells.py"), GIB // 2, fast=True),
-    "hooks": Kind(hooks_contract, _HOOKS, GIB // 2, fast=True),
+    "hooks": Kind(hooks_contract, (*_HOOKS, "patches/**/*"), GIB // 2, fast=True),
     "scheduler": Kind(scheduler_contract, _HOOKS, 3 * GIB, fast=True),
     "ascend": Kind(ascend_contract, _HOOKS, 3 * GIB, fast=True),
     "survival": Kind(survival, (*_HOOKS, "ci/tests/ray/*.py"), 4 * GIB, fast=False),

@@ -19,7 +19,7 @@ FIELDS = ("Slug", "Target", "Process", "Kind", "Why", "Invariant", "Applies", "F
           "Remove-When", "Debt", "Conflicts", "Rebinds", "Hook", "Test")
 KINDS = ("wrap", "replace", "add")
 DEBTS = ("temporary", "adaptation")
-_STATUS = re.compile(r"^(Pending|(Submitted|Backport|Denied|Inappropriate) \[.+\])$")
+_STATUS = re.compile(r"^(Pending|(Submitted|Backport|Denied|Inappropriate) \S.*)$")
 _SLUG = re.compile(r"^[a-z]+(-[a-z]+)+$")
 _DIFF = re.compile(r"^diff --git a/(\S+) b/(\S+)$", re.MULTILINE)
 NO_FILE = "0" * 40  # git's hash of a file that is not there
@@ -140,7 +140,7 @@ def parse(path: Path) -> Patch:
     rules = ((named, "Slug", "the file's name, words with dashes"),
              (header["Kind"] in KINDS, "Kind", " | ".join(KINDS)), (header["Debt"] in DEBTS, "Debt", " | ".join(DEBTS)),
              (bool(_STATUS.match(header["Upstream-Status"])), "Upstream-Status",
-              "Pending | Submitted [url] | Backport [version] | Denied [why] | Inappropriate [why]"),
+              "Pending | Submitted URL | Backport VERSION | Denied WHY | Inappropriate WHY"),
              (all(header.values()), next((k for k, v in header.items() if not v), ""), "a value"))
     for good, name, wanted in rules:
         if not good:
