@@ -1,0 +1,137 @@
+"""The matrix and `esgrpo drift`: what is damaged turns red and is named, and nothing else does."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("vllm")
+
+from ci.matrix import __main__ as driver  # noqa: E402
+from ci.matrix import cells  # noqa: E402
+from esgrpo import compat, drift, engine, fingerprint  # noqa: E402
+from esgrpo.errors import EsgrpoError  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
+RELEASES = {"verl": "0.9.1", "vllm": "0.28.0"}
+HOOKS = [record.hook for record in engine.load_hooks().values()
+         if any(RELEASES.get(r.upstream) in r.fingerprints for r in record.hook.releases)]
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory) -> dict[str, Path]:
+    """Copies of the installed upstreams, Python only."""
+    found = {}
+    for name in RELEASES:
+        package = Path(importlib.util.find_spec(name).origin).parent
+        found[name] = tmp_path_factory.mktemp(name)
+        shutil.copytree(package, found[name] / name, ignore=lambda directory, names: [
+            n for n in names if not n.endswith(".py") and not os.path.isdir(os.path.join(directory, n))])
+    return found
+
+
+def damage(path: Path, qualname: str) -> None:
+    """One line more at the end of the definition."""
+    node = fingerprint.find_nodes(str(path), qualname)[0]
+    last = node.body[-1]
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    first = last.lineno - 1 - len(getattr(last, "decorator_list", []))
+    lines.insert(first, " " * last.col_offset + "_damaged = None\n")
+    path.write_text("".join(lines), encoding="utf-8")
+    ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_undamaged_trees_are_green(trees):
+    for upstream, version in RELEASES.items():
+        outcome = cells.fingerprints_in(upstream, version, trees[upstream])
+        assert outcome.state == cells.PASS, outcome.evidence
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=[hook.slug for hook in HOOKS])
+def test_one_changed_line_turns_its_cell_red_and_names_the_hook(trees, hook):
+    version, other = RELEASES[hook.upstream], next(name for name in RELEASES if name != hook.upstream)
+    module, _, qualname = hook.target.partition(":")
+    path = Path(fingerprint.source_file(module, [str(trees[hook.upstream])]))
+    text = path.read_text(encoding="utf-8")
+    try:
+        damage(path, qualname)
+        outcome = cells.fingerprints_in(hook.upstream, version, trees[hook.upstream])
+        assert outcome.state == cells.FAIL
+        assert any(line.startswith(f"{hook.slug}: ") for line in outcome.evidence), outcome.evidence
+        state, _ = drift.compare_target(hook.target, Path(importlib.util.find_spec(hook.upstream).origin).parents[1],
+                                        trees[hook.upstream])
+        assert state == drift.CHANGED
+    finally:
+        path.write_text(text, encoding="utf-8")
+    assert cells.fingerprints_in(other, RELEASES[other], trees[other]).state == cells.PASS
+
+
+def test_a_moved_and_a_gone_target(trees, tmp_path):
+    hook = next(hook for hook in HOOKS if hook.slug == "trained-rows")
+    module, _, qualname = hook.target.partition(":")
+    tree = tmp_path / "tree"
+    shutil.copytree(trees["verl"], tree)
+    path = Path(fingerprint.source_file(module, [str(tree)]))
+    moved = path.with_name("moved_elsewhere.py")
+    path.rename(moved)
+    state, lines = drift.compare_target(hook.target, trees["verl"], tree)
+    assert state == drift.MOVED and "moved_elsewhere" in lines[0]
+    moved.unlink()
+    assert drift.compare_target(hook.target, trees["verl"], tree)[0] == drift.GONE
+
+
+@pytest.mark.parametrize("text", ["vllm", "vllm>=0.1", "nothing==1", "vllm==", "!!"])
+def test_unusable_requirements(text):
+    with pytest.raises(EsgrpoError) as caught:
+        drift.requirement(text)
+    assert str(caught.value).count("|") == 3
+
+
+def test_drift_of_a_tested_release_is_unchanged_and_exits_0(trees, monkeypatch, capsys):
+    monkeypatch.setattr(drift.upstreams, "sources", lambda upstream, version, say=print: trees[upstream])
+    assert drift.main(["vllm==0.28.0"]) == 0
+    assert capsys.readouterr().out.count("unchanged") >= 2
+    assert drift.tested_reference({"0.8.0": "", "0.9.1": "", "0.9.1+series": ""}, "0.9.5") == "0.9.1"
+    assert drift.tested_reference({"0.8.0": ""}, "0.7.0") == "0.8.0"
+
+
+def test_a_damaged_patch_turns_its_apply_cell_red(trees, tmp_path):
+    directory = tmp_path / "verl" / "v0.9.1"
+    shutil.copytree(ROOT / "patches" / "verl" / "v0.9.1", directory)
+    tree = tmp_path / "tree"
+    shutil.copytree(trees["verl"], tree)
+    assert cells.apply_and_reverse(directory, tree).state == cells.PASS
+    patch = next(directory.glob("*.patch"))
+    text = patch.read_text()
+    added = next(line for line in text.splitlines() if line.startswith("+ ") and line.strip("+ "))
+    patch.write_text(text.replace(added, added + "  # damaged", 1))
+    with pytest.raises(cells.patchset.PatchError, match="verl v0.9.1"):
+        cells.apply_and_reverse(directory, tree)
+
+
+def test_the_content_key_follows_row_and_files(monkeypatch, tmp_path):
+    row = next(row for row in compat.load() if row.cell == "apply-only-ray-2.51.1")
+    key = driver.key_of(row)
+    assert driver.key_of(row) == key
+    monkeypatch.setattr(driver, "ROOT", tmp_path)
+    assert driver.key_of(row) != key
+
+
+def test_a_cell_that_cannot_be_had_is_not_run_and_never_passed(tmp_path):
+    environment = {**os.environ, "ESGRPO_CACHE": str(tmp_path), "PYTHONPATH": f"{ROOT / 'overlay'}{os.pathsep}{ROOT}"}
+    environment.pop("ESGRPO_VERL_GIT", None)
+    result = subprocess.run([sys.executable, "-m", "ci.matrix", "--only", "apply-only-verl-0.7.0", "--out",
+                             str(tmp_path / "out")], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and "0 pass, 0 fail, 1 not run" in result.stdout
+    assert "not in this distribution: not run" in (tmp_path / "out" / "matrix.md").read_text()
+    result = subprocess.run([sys.executable, "-m", "ci.matrix", "--only", "no-such-cell"], cwd=ROOT, env=environment,
+                            capture_output=True, text=True)
+    assert result.returncode == 1 and "no cell no-such-cell" in result.stderr
