@@ -239,7 +239,8 @@ def act(options) -> None:
         return None
     state = patchset.survey(found.patches, tree).series_state
     done = "taken out" if options.reverse else "applied"
-    print(f"esgrpo: {len(slugs)} patches {done}, {changed} files changed; the tree is now {state}")
+    what = f"{len(slugs)} patches {done}, {changed} files changed" if changed else f"nothing to do, all {done} before"
+    print(f"esgrpo: {what}; the tree is {state}")
     hooks = [p.slug for p in found.patches.patches if p.slug in slugs and p.header["Hook"] != "none"]
     if hooks and not options.reverse:
         print(f"esgrpo: the overlay cures {', '.join(hooks)} at run time too; it sees the patch and reports NOT_NEEDED")
@@ -257,6 +258,10 @@ def main(argv: list[str] | None = None) -> int:
         return USAGE
     try:
         act(options)
+        sys.stdout.flush()  # here, where a closed pipe is caught
+        return OK
+    except BrokenPipeError:  # `apply.sh --status | head`: the interpreter flushes once more when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except PatchError as error:
         print(error, file=sys.stderr)

@@ -55,7 +55,7 @@ def test_apply_status_reverse_restores_every_byte(tree, capsys):
     assert code == 0 and out.startswith("pkg v1: applied") and out.count("applied") == 1 + len(SLUGS)
     again = content(tree)
     code, out = run(capsys, tree)
-    assert code == 0 and content(tree) == again and "+ git" not in out  # idempotent
+    assert code == 0 and content(tree) == again and "nothing to do" in out and "+ git" not in out  # idempotent
     assert run(capsys, "--reverse", tree)[0] == 0
     assert content(tree) == before
     assert "pristine" in run(capsys, "--status", tree)[1]
