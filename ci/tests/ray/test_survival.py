@@ -7,6 +7,7 @@ becomes "lost" would be a silent failure of every run.
 """
 
 import json
+import os
 import subprocess
 import sys
 
@@ -103,9 +104,11 @@ for row, (_, module, method) in json.loads(sys.argv[2]).items():
     ray.kill(actor)
     print("row", row, answers[row], file=sys.stderr, flush=True)
 from esgrpo import engine
+answers["ray"] = ray.__version__
 answers["driver states"] = {slug: record.state.value for slug, record in engine._records.items()}
 print(json.dumps(answers))
 """
+RAY_PATH, RAY_VERSION = "ESGRPO_RAY_PATH", "ESGRPO_RAY_VERSION"
 KEPT, LOST = "hooked", "original"
 # row: (action, the module whose import triggers it, the method that is called, what the worker answers)
 ROWS = {
@@ -145,11 +148,20 @@ def answers(tmp_path_factory, overlay, clean_environment):
         (modules / f"base_{row}.py").write_text(BASE)
         (modules / f"actor_{row}.py").write_text(actor.replace("ROW", row))
     (site / "sitecustomize.py").write_text(SITECUSTOMIZE.replace("{rows}", repr(rows)))
-    environment = {**clean_environment, "PYTHONPATH": f"{site}:{overlay}:{modules}", "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run([sys.executable, "-c", DRIVER, str(modules), json.dumps(rows)], env=environment,
+    ray_path = os.environ.get(RAY_PATH, "")  # the matrix runs this on other releases, too
+    path = [str(p) for p in (ray_path, site, overlay, modules) if p]
+    environment = {**clean_environment, "PYTHONPATH": os.pathsep.join(path), "RAY_USAGE_STATS_ENABLED": "0"}
+    nowhere = os.pathsep.join(p for p in (ray_path, str(modules)) if p)
+    done = subprocess.run([sys.executable, "-c", DRIVER, nowhere, json.dumps(rows)], env=environment,
                           cwd=directory, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_it_ran_on_the_release_that_was_asked_for(answers):
+    import ray
+
+    assert answers["ray"] == os.environ.get(RAY_VERSION, ray.__version__)
 
 
 @pytest.mark.parametrize("row", ROWS)
