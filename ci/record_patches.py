@@ -51,7 +51,7 @@ def patched_hash(path: str, patches, tree: Path) -> str:
         if (tree / path).exists():
             shutil.copy(tree / path, copy)
         for patch in patches:
-            apply._git_apply(patch.path.resolve(), path, Path(name), reverse=False)
+            apply.git_apply(patch.path.resolve(), path, Path(name), reverse=False)
         return patchset.blob_hash(copy.read_bytes()) if copy.exists() else NO_FILE
 
 
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     patches = patchset.load(options.directory, recorded=False)
     upstream, tag = options.directory.resolve().parent.name, options.directory.name
     file = options.directory / "UPSTREAM"
-    old = patchset._read_upstream(file)[0] if file.exists() else {}
+    old = patchset.read_upstream(file)[0] if file.exists() else {}
     facts = {"upstream": upstream, "tag": tag, "url": options.url or old.get("url", ""),
              "commit": options.commit or old.get("commit", "none")}
     tree = Path(options.tree) if options.tree else upstreams.sources(upstream, tag.removeprefix("v"))

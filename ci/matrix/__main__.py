@@ -31,14 +31,14 @@ STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:80rem;margin:2rem au
 
 def key_of(row: compat.Tested) -> str:
     """Content key: the row, this interpreter's upstreams, and every file that the cell's result depends on."""
-    digest = hashlib.sha256(json.dumps([asdict(row), compat.installed(), sys.version, _git_commit_of_verl()]).encode())
+    digest = hashlib.sha256(json.dumps([asdict(row), compat.installed(), sys.version, _has_verl_git()]).encode())
     for pattern in KINDS[cells.kind_of(row)].inputs:
         for path in sorted(p for p in ROOT.glob(pattern) if p.is_file() and "__pycache__" not in p.parts):
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-def _git_commit_of_verl() -> bool:
+def _has_verl_git() -> bool:
     return bool(os.environ.get(upstreams.VERL_GIT))
 
 

@@ -29,7 +29,7 @@ STAGING = ".esgrpo-apply"
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 
 
-def _git_apply(patch: Path, path: str, directory: Path, reverse: bool) -> None:
+def git_apply(patch: Path, path: str, directory: Path, reverse: bool) -> None:
     """Apply one patch to one staged file with `git apply`: exact context, no fuzz, no three-way merge."""
     command = ["git", "apply", "--whitespace=nowarn", f"--include={path}", *(["--reverse"] if reverse else []),
                str(patch)]
@@ -95,10 +95,10 @@ def _stage(found: Survey, goal: dict[str, frozenset[str]], tree: Path, staging: 
         first = next(i for i, p in enumerate(touching) if (p.slug in having) != (p.slug in wanted))
         for patch in reversed(touching[first:]):
             if patch.slug in having:
-                _git_apply(patch.path, path, staging, reverse=True)
+                git_apply(patch.path, path, staging, reverse=True)
         for patch in touching[first:]:
             if patch.slug in wanted:
-                _git_apply(patch.path, path, staging, reverse=False)
+                git_apply(patch.path, path, staging, reverse=False)
         result = patchset.blob_hash(copy.read_bytes()) if copy.exists() else NO_FILE
         if result != found.patches.hash_of(path, wanted):
             raise PatchError(found.patches.name, f"{path} is {result}", str(found.patches.hash_of(path, wanted)),

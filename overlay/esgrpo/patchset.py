@@ -151,7 +151,7 @@ def parse(path: Path) -> Patch:
     return Patch(path, header, files)
 
 
-def _read_upstream(path: Path) -> tuple[dict[str, str], dict[str, dict[str, frozenset[str]]]]:
+def read_upstream(path: Path) -> tuple[dict[str, str], dict[str, dict[str, frozenset[str]]]]:
     facts: dict[str, str] = {}
     blobs: dict[str, dict[str, frozenset[str]]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -182,7 +182,7 @@ def load(directory: Path, recorded: bool = True) -> PatchSet:
     if stray:
         raise PatchError(str(directory / "series"), f"no line for {', '.join(stray)}", "every patch in the series",
                          "the patch set is not used", "add the slug or delete the file")
-    facts, blobs = _read_upstream(directory / "UPSTREAM") if recorded else ({}, {})
+    facts, blobs = read_upstream(directory / "UPSTREAM") if recorded else ({}, {})
     result = PatchSet(directory, facts, patches, blobs)
     touched = {path for patch in patches for path in patch.files}
     if recorded and set(blobs) != touched:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import ast
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
+from ci.tests.contract import patched
 
-from esgrpo import upstreams
-
-PATCHES = Path(__file__).resolve().parents[3] / "patches" / "verl"
 SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"
 CLIENT = {"0.7.1": "verl/experimental/fully_async_policy/agent_loop/agent_loop.py",
           "0.8.0": "verl/experimental/fully_async_policy/fully_async_rollouter.py",
@@ -21,48 +16,23 @@ CLIENT = {"0.7.1": "verl/experimental/fully_async_policy/agent_loop/agent_loop.p
 
 def source(version: str) -> Path:
     """The unpacked release; skips where it can only come from git and no clone is named."""
-    try:
-        return upstreams.sources("verl", version)
-    except upstreams.Unavailable as error:
-        if not upstreams.needs_git("verl", version):
-            raise
-        pytest.skip(str(error))
+    return patched.pristine("verl", f"v{version}")
 
 
 def series(version: str) -> list[str]:
-    return (PATCHES / f"v{version}" / "series").read_text(encoding="utf-8").split()
-
-
-def patch(version: str, slug: str) -> Path:
-    return PATCHES / f"v{version}" / f"{slug}.patch"
+    return patched.series("verl", f"v{version}")
 
 
 def touched(version: str, slug: str) -> list[str]:
-    lines = patch(version, slug).read_text(encoding="utf-8").splitlines()
-    return [line.removeprefix("+++ b/") for line in lines if line.startswith("+++ b/")]
-
-
-def git_apply(tree: Path, version: str, slug: str, *options: str) -> None:
-    # inside a repository git apply skips files that it does not track: look for none above the tree
-    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
-    done = subprocess.run(["git", "apply", *options, str(patch(version, slug))], cwd=tree, capture_output=True,
-                          text=True, env=environment)
-    assert done.returncode == 0, f"{version} {slug}: {done.stderr}"
+    return patched.touched(patched.patch_file("verl", f"v{version}", slug))
 
 
 def tree(version: str, directory: Path, slugs=(), whole: bool = False) -> Path:
     """A copy of the release (or of its files that patches touch) with these patches applied in their order."""
-    origin = source(version)
-    files = ["verl"] if whole else sorted({file for slug in series(version) for file in touched(version, slug)})
-    for name in files:
-        if (origin / name).is_dir():
-            shutil.copytree(origin / name, directory / name)
-        else:
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(origin / name, directory / name)
-    for slug in slugs:
-        git_apply(directory, version, slug)
-    return directory
+    if whole:
+        shutil.copytree(source(version) / "verl", directory / "verl")
+    files = () if whole else tuple(file for slug in series(version) for file in touched(version, slug))
+    return patched.tree("verl", f"v{version}", list(slugs), directory, also=files)
 
 
 def lifted(path: Path, name: str, methods: tuple[str, ...], base: type, names: dict) -> type:

@@ -37,10 +37,13 @@ def touched(patch: Path) -> list[str]:
 
 
 def pristine(upstream: str, tag: str) -> Path:
-    """Unpacked sources of the release; the test is skipped, with the reason, where they cannot be had."""
+    """Unpacked sources of the release; skips where it can only come from git and no clone is named."""
+    version = tag.removeprefix("v")
     try:
-        return upstreams.sources(upstream, tag.removeprefix("v"))
+        return upstreams.sources(upstream, version)
     except upstreams.Unavailable as error:
+        if not upstreams.needs_git(upstream, version):
+            raise
         pytest.skip(str(error))
 
 
