@@ -41,7 +41,7 @@ def tag(original):
 def declare(slug="a", target="up.mod:f", kind="wrap", build=tag, tested=None, upstream="up", cured={}, **fields):
     if tested is None:
         tested = {"1.0": fingerprint.of_targets((target,))[0]}
-    releases = (Release(upstream, ">=1,<2", tested, cured),) if tested else ()
+    releases = (Release(upstream, ">=1,<2", tested, cured=cured),) if tested else ()
     hook = Hook(slug, target, ("driver",), kind, "why", releases, "when", **fields)
     code = build if isinstance(build, types.SimpleNamespace) else types.SimpleNamespace(build=build)
     engine._records[slug] = Record(hook, code)
