@@ -33,10 +33,13 @@ def config_rows(cls=Segment, prefix: str = "") -> list[list[str]]:
             allowed = "true, false"
         elif "options" in spec:
             allowed = ", ".join(spec["options"])
+        elif "text" in spec:
+            allowed = "text"
         else:
             low, high = ("−∞" if spec["low"] is None else spec["low"]), ("∞" if spec["high"] is None else spec["high"])
             allowed = f"{low} … {high}"
-        rows.append([f"`{prefix}{field.name}`", f"`{field.default}`", allowed, spec["doc"]])
+        default = "" if field.default == "" else f"`{field.default}`"
+        rows.append([f"`{prefix}{field.name}`", default, allowed, spec["doc"]])
     return rows
 
 

@@ -35,6 +35,10 @@ def _flag(default, doc):
     return field(default=default, metadata={"doc": doc})
 
 
+def _text(default, doc):
+    return field(default=default, metadata={"doc": doc, "text": True})
+
+
 @dataclass(frozen=True)
 class Repetition:
     """Rule of vLLM's RepetitionDetectionParams, looked at every `check_interval` tokens instead of at every token."""
@@ -50,11 +54,80 @@ class Repetition:
 
 
 @dataclass(frozen=True)
+class Resolved:
+    """Group rule: finished members agree and nobody who is left is likely to differ (VADE's zero-variance groups)."""
+
+    enable: bool = _flag(False, "prune the rest of a group whose outcome is as good as known")
+    null_prob: float = _number(0.05, 0.0, 1.0, "largest probability that an unfinished member differs")
+
+
+@dataclass(frozen=True)
+class Audit:
+    """How pruning by group rules is measured and bounded."""
+
+    enable: bool = _flag(False, "exempt candidates by a coin and weight the rows that were kept")
+    exempt_prob: float = _number(0.1, 0.0, 1.0, "a candidate for pruning runs to its end with this probability",
+                                 open_low=True)
+    max_fraction: float = _number(0.5, 0.0, 1.0, "share of a group's members that may be pruned")
+    window: int = _number(500, 10, None, "exempted candidates that the false-prune rate is computed from")
+    min_candidates: int = _number(50, 1, None, "exempted candidates before a group rule may prune")
+    max_false_rate: float = _number(0.05, 0.0, 1.0, "the rule tightens when the bound on its false-prune rate is above")
+
+
+@dataclass(frozen=True)
 class Prune:
     repetition: Repetition = field(default_factory=Repetition)
+    hopeless: bool = _flag(False, "prune a response that cannot end within the response budget any more")
+    resolved: Resolved = field(default_factory=Resolved)
+    audit: Audit = field(default_factory=Audit)
     finish_group_after: int = _number(
         0, 0, None, "finish the stragglers of a group once this many members are done; 0 never does"
     )
+
+
+@dataclass(frozen=True)
+class History:
+    """What is remembered of a prompt, by its content: lengths and correctness of earlier responses (RhymeRL)."""
+
+    enable: bool = _flag(False, "keep a history of every prompt and forecast from it")
+    path: str = _text("", "file of the history; empty: esgrpo/history.json in the run directory")
+    max_prompts: int = _number(200_000, 1, None, "prompts remembered; the least recently seen are forgotten first")
+    decay: float = _number(0.8, 0.0, 1.0, "weight of what was known when a prompt is seen again")
+    half_life: int = _number(200, 1, None, "weight versions after which an unseen prompt's history counts half")
+
+
+@dataclass(frozen=True)
+class Routing:
+    enable: bool = _flag(False, "order prompts and choose replicas by predicted length")
+    ageing: int = _number(64, 1, None, "a prompt goes next once this many others overtook it")
+    lookahead: int = _number(0, 0, None, "prompts that may wait for their turn; 0: what runs at once")
+    short_quantile: float = _number(0.5, 0.0, 1.0, "predicted below this quantile of all lengths: never segmented")
+    tail_quantile: float = _number(0.8, 0.0, 1.0, "predicted above this quantile of all lengths: tail class")
+    tail_share: float = _number(0.25, 0.0, 0.9, "largest share of replicas kept for the tail class")
+
+
+@dataclass(frozen=True)
+class Elastic:
+    enable: bool = _flag(False, "let the segment length follow the group")
+    min_length: int = _number(128, 2, None, "shortest segment, tokens")
+    max_length: int = _number(8192, 2, None, "longest segment, tokens")
+    hysteresis: float = _number(0.25, 0.0, 1.0, "relative change below which a segment length stays")
+    tail_fraction: float = _number(0.8, 0.0, 1.0, "finished share of a group at which the rest becomes tail class")
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Prompt selection by expected gradient, p (1 - p)^2 under a sampled p (VADE)."""
+
+    enable: bool = _flag(False, "prefer prompts that are likely to give a gradient")
+    candidates: int = _number(4, 2, 1024, "prompts drawn for one that is taken")
+    uniform: float = _number(0.1, 0.0, 1.0, "share of prompts taken without a choice, so that none is lost for ever")
+
+
+@dataclass(frozen=True)
+class Sync:
+    requests: str = _choice("abort", ("abort", "keep"), "what a weight sync does to running requests")
+    kv: str = _choice("keep", ("keep", "rebuild"), "KV cache of kept requests: go on with it, or prefill it again")
 
 
 @dataclass(frozen=True)
@@ -73,6 +146,9 @@ class Dmmpt:
 class Segment:
     """Everything under `segment`. With enable=False and observe=False no hook is on the path."""
 
+    profile: str = _choice("custom", ("custom", "off", "static", "elastic"),
+                           "defaults of all other keys: verl, UloRL's fixed segments, or the whole method")
+    seed: int = _number(0, 0, None, "of every random decision")
     enable: bool = _flag(False, "segment rollout")
     observe: bool = _flag(False, "measure and record, decide nothing (the baseline arm of a comparison)")
     segment_length: int = _number(1024, 2, None, "tokens between two boundaries of a response")
@@ -81,13 +157,55 @@ class Segment:
     success_threshold: float = _number(
         0.5, None, None, "a sample is correct from this score (or numeric acc) on; a boolean acc decides alone"
     )
+    history: History = field(default_factory=History)
+    routing: Routing = field(default_factory=Routing)
+    elastic: Elastic = field(default_factory=Elastic)
     prune: Prune = field(default_factory=Prune)
+    sampler: Sampler = field(default_factory=Sampler)
+    sync: Sync = field(default_factory=Sync)
     pois: Pois = field(default_factory=Pois)
     dmmpt: Dmmpt = field(default_factory=Dmmpt)
 
     @property
     def prunes(self) -> bool:
-        return self.enable and (self.prune.repetition.enable or self.prune.finish_group_after > 0)
+        prune = self.prune
+        return self.enable and (prune.repetition.enable or prune.hopeless or self.prunes_groups)
+
+    @property
+    def prunes_groups(self) -> bool:
+        return self.enable and (self.prune.resolved.enable or self.prune.finish_group_after > 0)
+
+    @property
+    def weighted(self) -> bool:
+        """Rows carry the inverse of their keep probability."""
+        return self.prunes_groups and self.prune.audit.enable
+
+
+# What a profile sets where the user says nothing. `static` is UloRL's carry-over, the baseline of `elastic`.
+PROFILES: dict[str, dict] = {
+    "custom": {},
+    "off": {},
+    "static": {"enable": True, "boundary": "yield"},
+    "elastic": {
+        "enable": True,
+        "history": {"enable": True},
+        "routing": {"enable": True},
+        "elastic": {"enable": True},
+        "prune": {"repetition": {"enable": True}, "hopeless": True, "resolved": {"enable": True},
+                  "audit": {"enable": True}},
+        "sampler": {"enable": True},
+        "sync": {"requests": "keep"},
+    },
+}
+
+
+def _merged(below: Mapping, above: Mapping) -> dict:
+    """`above` over `below`, key by key."""
+    result = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _merged(result[key], value) if both else value
+    return result
 
 
 def _range_text(spec, kind: str) -> str:
@@ -109,6 +227,10 @@ def _check_value(path: str, spec, kind: str, value):
         if value not in spec["options"]:
             close = difflib.get_close_matches(str(value), spec["options"], 1)
             fail("one of " + ", ".join(spec["options"]) + (f" (did you mean {close[0]}?)" if close else ""))
+        return value
+    if "text" in spec:
+        if not isinstance(value, str):
+            fail("a string")
         return value
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or (kind == "int" and not isinstance(value, int)):
@@ -143,18 +265,42 @@ def parse(values: Mapping | None, response_length: int | None = None) -> Segment
     Raises ConfigError (one line: key, value, allowed range, closest valid key) for unknown or impossible values.
     `response_length` is the response budget in tokens.
     """
-    segment = _build(Segment, {} if values is None else values, PREFIX)
+    values = {} if values is None else values
+    _build(Segment, values, PREFIX)  # what the user said must be right by itself
+    segment = _build(Segment, _merged(PROFILES[values.get("profile", "custom")], values), PREFIX)
     if response_length is not None and segment.enable and segment.segment_length > response_length:
         raise ConfigError(f"{PREFIX}.segment_length", str(segment.segment_length),
                           f"an integer in [2, {response_length}] (data.max_response_length)",
                           "no boundary would ever be reached, the run does not start",
                           "lower segment_length or drop segment.enable")
+    _check_sections(segment)
     repetition = segment.prune.repetition
     if repetition.min_pattern_size > repetition.max_pattern_size:
         raise ConfigError(f"{PREFIX}.prune.repetition.min_pattern_size", str(repetition.min_pattern_size),
                           f"at most max_pattern_size = {repetition.max_pattern_size}", "the run does not start",
                           "swap the two")
     return segment
+
+
+def _check_sections(segment: Segment) -> None:
+    """Sections that need another one, and bounds that must be in order."""
+    def needs(section: str, wanted: str, why: str):
+        raise ConfigError(f"{PREFIX}.{section}", "true", wanted, f"{why}, the run does not start",
+                          f"set {wanted.split(' = ')[0].split(' or ')[0]}=True or {section}=False")
+
+    if segment.routing.enable and not segment.history.enable:
+        needs("routing.enable", f"{PREFIX}.history.enable", "there would be no forecast to route by")
+    if segment.sampler.enable and not segment.history.enable:
+        needs("sampler.enable", f"{PREFIX}.history.enable", "there would be no posterior to sample from")
+    if segment.prune.resolved.enable and not segment.prune.audit.enable:
+        needs("prune.resolved.enable", f"{PREFIX}.prune.audit.enable", "nothing would measure wrongly pruned responses")
+    for section, enable in (("history", segment.history.enable), ("elastic", segment.elastic.enable)):
+        if enable and not segment.enable:
+            needs(f"{section}.enable", f"{PREFIX}.enable", f"{section} acts on segments")
+    low, high = segment.elastic.min_length, segment.elastic.max_length
+    if low > high:
+        raise ConfigError(f"{PREFIX}.elastic.min_length", str(low), f"at most max_length = {high}",
+                          "the run does not start", "swap the two")
 
 
 def features(segment: Segment, loss_mode: str) -> frozenset[str]:
@@ -168,6 +314,10 @@ def features(segment: Segment, loss_mode: str) -> frozenset[str]:
         names.add("prune")
     if segment.enable and segment.boundary == "yield":
         names.add("yield")
+    switches = {"history": segment.history.enable, "routing": segment.routing.enable,
+                "elastic": segment.elastic.enable, "sampler": segment.sampler.enable,
+                "weighted": segment.weighted, "keep": segment.enable and segment.sync.requests == "keep"}
+    names.update(name for name, on in switches.items() if on)
     if segment.dmmpt.enable:
         names.add("dmmpt")
     if loss_mode in ("pois", "sais"):

@@ -66,6 +66,9 @@ def test_a_segment_longer_than_the_response_budget():
     assert parse({"segment_length": 513}, response_length=512).enable is False  # off: nothing can be wrong with it
 
 
+PAIRS = ("max_pattern_size", "min_pattern_size", "max_length", "min_length")
+
+
 @pytest.mark.parametrize("path, field", NUMBERS, ids=[".".join(p) for p, _ in NUMBERS])
 def test_every_bound_is_where_it_says(path, field):
     low, high = field.metadata["low"], field.metadata["high"]
@@ -76,7 +79,7 @@ def test_every_bound_is_where_it_says(path, field):
         assert ".".join((PREFIX, *path)) in refusal(nested(path, bound + outside))
         if bound == low and field.metadata["open_low"]:
             refusal(nested(path, bound))
-        elif path[-1] not in ("max_pattern_size", "min_pattern_size"):  # these two bound one another
+        elif path[-1] not in PAIRS:  # these bound one another
             assert value_of(parse(nested(path, bound)), path) == bound
     for wrong in ("abc", True, None, math.nan):
         refusal(nested(path, wrong))
@@ -87,7 +90,7 @@ def test_every_leaf_has_a_valid_default_and_a_sentence(path, field):
     default = field.default
     assert value_of(parse(nested(path, default)), path) == default == value_of(Segment(), path)
     assert len(field.metadata["doc"]) > 10
-    assert field.type in ("bool", "int", "float") or default in field.metadata["options"]
+    assert field.type in ("bool", "int", "float") or default in field.metadata.get("options", [""])
     assert type(default).__name__ == field.type or field.type == "float"
 
 
@@ -96,6 +99,34 @@ def test_every_leaf_has_a_valid_default_and_a_sentence(path, field):
 def test_switches_take_nothing_but_booleans(path, field):
     for wrong in (1, 0, "True", "false", None):
         assert "true or false" in refusal(nested(path, wrong))
+
+
+NEEDS_MORE = {"history.enable": {"enable": True}, "elastic.enable": {"enable": True},
+              "routing.enable": {"enable": True, "history": {"enable": True}},
+              "sampler.enable": {"enable": True, "history": {"enable": True}},
+              "prune.resolved.enable": {"enable": True, "prune": {"audit": {"enable": True}}}}
+
+
+@pytest.mark.parametrize("name", NEEDS_MORE)
+def test_a_section_without_what_it_needs_is_refused(name):
+    path = tuple(name.split("."))
+    line = refusal(nested(path, True))
+    assert f"{PREFIX}.{name}" in line and "=True or" in line
+    merged = nested(path, True)
+    for key, value in NEEDS_MORE[name].items():
+        merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+    assert value_of(parse(merged), path) is True
+
+
+def test_profiles_are_defaults_and_the_user_has_the_last_word():
+    elastic = parse({"profile": "elastic", "prune": {"resolved": {"null_prob": 0.2}}, "sampler": {"enable": False}})
+    assert elastic.prune.resolved.enable and elastic.prune.resolved.null_prob == 0.2
+    assert not elastic.sampler.enable and elastic.sync.requests == "keep"
+    assert parse(json.loads(config.to_json(elastic))) == elastic
+    static = parse({"profile": "static", "segment_length": 64})
+    assert static.enable and static.boundary == "yield" and not static.prunes
+    assert config.features(parse({"profile": "off"}), "vanilla") == frozenset()
+    assert {"history", "routing", "elastic", "weighted", "keep"} <= config.features(elastic, "pois")
 
 
 def test_choices_say_the_closest():
