@@ -80,8 +80,9 @@ def test_inputs_that_wander_inside_the_band_cause_no_message(settings, unfinishe
     assume(not now.tail)
     ideal = ideal_length(settings, unfinished, remaining)
     band = settings.hysteresis * now.length - abs(ideal - now.length)
-    for step in wander:  # the length moves with the root of the remainder
-        shifted = max(math.sqrt(remaining) + step * max(band - 1, 0) * math.sqrt((1 - unfinished) / settings.min_length), 0)
+    root = math.sqrt((1 - unfinished) / settings.min_length)  # of the remainder, per token of length
+    for step in wander:
+        shifted = max(math.sqrt(remaining) + step * max(band - 1, 0) * root, 0)
         changed = next_segments(settings, now, unfinished, shifted ** 2)
         assert changed == now
 

@@ -6,11 +6,11 @@ decisions become possible at a rate of v per decoded token, a segment of length 
 
     c / L  +  v * L / 2        with the minimum at        L = sqrt(2 c / v)
 
-(the reasoning of Young's checkpoint interval, Comm. ACM 17(9), 1974). v grows with what the finished siblings tell: with
-nobody finished there is nothing to decide, with all but one finished the outcome is as good as known; and the decision
-falls somewhere in the predicted remainder r, once: v = (1 - unfinished) / r. By `min_length` the user says which segment
-is the shortest that pays, that is, for all but finished groups (unfinished -> 0) with r = min_length: so
-c = min_length / 2 and
+(the reasoning of Young's checkpoint interval, Comm. ACM 17(9), 1974). v grows with what the finished siblings tell:
+with nobody finished there is nothing to decide, with all but one finished the outcome is as good as known; and the
+decision falls somewhere in the predicted remainder r, once: v = (1 - unfinished) / r. By `min_length` the user says
+which segment is the shortest that pays: the one for a group that is all but finished (unfinished -> 0) with as little
+as r = min_length to go. So c = min_length / 2 and
 
     L = sqrt(min_length * r / (1 - unfinished)), clamped to [min_length, max_length].
 

@@ -181,10 +181,10 @@ class SegmentMixin:
         window["version"] = book.version
         window["outcomes"] = dict(self.segment_outcomes)
         window["in_flight"] = sum(map(len, self.segment_flight))  # a pause settles them; else they count as new
-        window["kept"] = len(kept)
-        window["kv_ages"] = book.kv_ages(version, {
-            key: (request.num_computed_tokens > 0, getattr(request, "num_preemptions", 0))
-            for key, request in kept.items()})
+        ages = book.kv_ages(version, {key: (request.num_computed_tokens > 0, getattr(request, "num_preemptions", 0))
+                                      for key, request in kept.items()})
+        window["kept"] = len(ages)
+        window["kv_ages"] = [list(pair) for pair in sorted(Counter(ages).items())]  # [weight versions, responses]
         self.segment_outcomes.clear()
         book.set_version(version, {key: request.num_output_tokens for key, request in kept.items()})
         return window
