@@ -80,8 +80,11 @@ def test_without_a_decision_the_batches_are_vllms(played, scenario):
     run, alone = played(scenario)["mixed"], played("bare")["mixed"][0]
     assert batches(run) == batches(alone)
     assert tokens(run) == tokens(alone)
-    logprobs = [{label: answer["logprobs"] for label, answer in r["answers"].items()} for r in (run, alone)]
-    assert logprobs[0] == logprobs[1]
+    # Here the CPU platform of the overlay computes linear layers in another order than vLLM's own.
+    for label, answer in run["answers"].items():
+        assert answer["logprobs"] == pytest.approx(alone["answers"][label]["logprobs"], abs=1e-4)
+    off = played("off")["mixed"]["answers"]
+    assert {k: a["logprobs"] for k, a in run["answers"].items()} == {k: a["logprobs"] for k, a in off.items()}
     payloads = [answer["payload"] for answer in run["answers"].values()]
     if scenario == "off":
         assert (played("off")["class"], payloads) == ("Scheduler", [None] * 12)

@@ -88,6 +88,11 @@ class Decision:
     rule: str = ""  # which rule asked for it
 
 
+# Made once: a look takes a few microseconds, and making a frozen dataclass is one of them.
+GO_ON, LOOP = Decision(CONTINUE), Decision(PRUNE, "repetition")
+BOUNDARY, MOVE = Decision(YIELD, "boundary"), Decision(YIELD, "move")
+
+
 @dataclass(slots=True)
 class Tracked:
     """One response in this engine. `done_before` counts tokens of its earlier attempts, elsewhere or before a sync."""
@@ -125,7 +130,8 @@ class SegmentBook:
         self._asked: OrderedDict[str, dict[int, str]] = OrderedDict()  # group -> member -> rule
         self._lengths: OrderedDict[str, tuple[int, bool]] = OrderedDict()  # group -> (segment length, tail class)
         self._wheel = BoundaryWheel(tokens_per_step)
-        self._decides = settings.enable
+        self._length = settings.segment_length
+        self._decides, self._yields = settings.enable, settings.boundary == "yield"
 
     def add(self, key: Hashable, group: str, member: int, done_before: int, length_class: str = BODY,
             move: bool = False) -> None:
@@ -145,13 +151,16 @@ class SegmentBook:
     def _boundary_after(self, tokens: int, group: str, length_class: str) -> int | None:
         if length_class == SHORT:
             return None
-        return next_multiple(tokens, self._lengths.get(group, (self.settings.segment_length, False))[0])
+        told = self._lengths.get(group)
+        return next_multiple(tokens, self._length if told is None else told[0])
 
     def _plan(self, key: Hashable, item: Tracked, count: int) -> None:
         """Appoint the next look of a response that has made `count` tokens in this attempt."""
-        looks = [look for look in (item.next_boundary, item.next_repetition) if look is not None]
-        if self._decides and looks:
-            item.due = self._wheel.schedule(key, self.step, min(looks) - item.done_before - count)
+        look, repetition = item.next_boundary, item.next_repetition
+        if look is None or (repetition is not None and repetition < look):
+            look = repetition
+        if look is not None and self._decides:
+            item.due = self._wheel.schedule(key, self.step, look - item.done_before - count)
 
     def advance(self) -> list[Hashable]:
         """One engine step was executed; returns the keys that may be due now."""
@@ -169,25 +178,25 @@ class SegmentBook:
         item = self.tracked[key]
         count = len(tokens)
         total = item.done_before + count
-        decision = Decision(CONTINUE)
+        decision = GO_ON
         if item.next_repetition is not None and total >= item.next_repetition:
             item.next_repetition = next_multiple(total, self.settings.prune.repetition.check_interval)
             if repeats(tokens, self.settings.prune.repetition):
-                decision = Decision(PRUNE, "repetition")
+                decision = LOOP
         if item.next_boundary is not None and total >= item.next_boundary:
             item.boundaries += 1
             item.next_boundary = self._boundary_after(total, item.group, item.length_class)
-            if decision.outcome == CONTINUE:
+            if decision is GO_ON:
                 decision = self._at_boundary(item)
-        if decision.outcome == CONTINUE:
+        if decision is GO_ON:
             self._plan(key, item, count)
         return decision
 
     def _at_boundary(self, item: Tracked) -> Decision:
         if item.length_class == TAIL and item.move:
             item.move = False
-            return Decision(YIELD, "move")
-        return Decision(YIELD, "boundary") if self.settings.boundary == "yield" else Decision(CONTINUE)
+            return MOVE
+        return BOUNDARY if self._yields else GO_ON
 
     def set_segment_length(self, group: str, length: int, tail: bool, token_counts: dict[Hashable, int]) -> int:
         """Segments of this group have `length` tokens from the next boundary on; returns how many responses are here.
