@@ -37,7 +37,15 @@ def esgrpo_finish(self, group, members, rule):
     return self.scheduler.segment_finish(group, members, rule)
 
 
-UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish)
+def esgrpo_progress(self, group):
+    return self.scheduler.segment_progress(group)
+
+
+def esgrpo_set_segment_length(self, group, length, tail=False):
+    return self.scheduler.segment_set_length(group, length, tail)
+
+
+UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish, esgrpo_progress, esgrpo_set_segment_length)
 
 
 def apply(module) -> None:
