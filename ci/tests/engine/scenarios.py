@@ -123,9 +123,11 @@ async def finish(client: Client) -> dict:
         await client.until("a0", 5)
         await client.engine.pause_generation(mode="keep", clear_cache=False)
         seen, before = dict(client.seen), await client.call("probe")
+        progress = [await client.call("esgrpo_progress", name) for name in ("a", "b", "nobody")]
         found = [await client.call("esgrpo_finish", name, None, "group") for name in ("a", "nobody")]
         await client.engine.resume_generation()
-        return {"seen": seen, "before": before, "found": found}
+        return {"seen": seen, "before": before, "found": found,
+                "progress": [sorted(members.items()) for members in progress]}
 
     return await client.together(requests, act)
 

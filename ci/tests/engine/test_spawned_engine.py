@@ -112,6 +112,14 @@ def test_a_group_is_finished_running_and_waiting(played):
         assert ending(run["answers"][label]) == ("length", None, 400)
 
 
+def test_progress_is_what_the_clients_have_seen(played):
+    extra = played("quiet")["finish"]["extra"]
+    expected = {group: [[i, extra["seen"][f"{group}{i}"]] for i in range(members)]
+                for group, members in (("a", 4), ("b", 3))}
+    assert extra["progress"] == [expected["a"], expected["b"], []]
+    assert max(tokens for _, tokens in extra["progress"][0]) >= 5
+
+
 def test_one_member_is_finished_in_flight(played):
     run = played("quiet")["member"]
     assert run["extra"] == 1  # member 17 is not there

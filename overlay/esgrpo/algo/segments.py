@@ -172,6 +172,10 @@ class SegmentBook:
                 found += 1
         return found
 
+    def members_of(self, group: str) -> dict[int, Hashable]:
+        """Which responses of a group are here: member -> key."""
+        return {self.tracked[key].member: key for key in self._groups.get(group, ())}
+
     def take_pending(self) -> dict[Hashable, str]:
         pending, self.pending = self.pending, {}
         return pending

@@ -43,6 +43,14 @@ async def esgrpo_finish_group(self, group, members, rule):
     return sum(await engine_call(self, "esgrpo_finish", group, members, rule))
 
 
+async def esgrpo_progress(self, group):
+    """{member: tokens of its whole response so far} of the members of this group that run here."""
+    from esgrpo.hooks.verl.server_control import engine_call
+
+    return {member: tokens for part in await engine_call(self, "esgrpo_progress", group)
+            for member, tokens in part.items()}
+
+
 async def esgrpo_engine_reports(self):
     from esgrpo.hooks.verl.server_control import engine_call
 
@@ -55,7 +63,7 @@ async def esgrpo_take_windows(self):
     return windows
 
 
-METHODS = (esgrpo_finish_group, esgrpo_engine_reports, esgrpo_take_windows)
+METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_engine_reports, esgrpo_take_windows)
 
 
 def apply(module) -> None:

@@ -37,7 +37,11 @@ def esgrpo_finish(self, group, members, rule):
     return self.scheduler.segment_finish(group, members, rule)
 
 
-UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish)
+def esgrpo_progress(self, group):
+    return self.scheduler.segment_progress(group)
+
+
+UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish, esgrpo_progress)
 
 
 def apply(module) -> None:

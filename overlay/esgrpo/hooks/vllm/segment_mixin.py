@@ -172,3 +172,9 @@ class SegmentMixin:
 
     def segment_finish(self, group: str, members, rule: str) -> int:
         return self.segment_book.ask_finish(group, members, rule)
+
+    def segment_progress(self, group: str) -> dict[int, int]:
+        """Tokens of the whole response so far, earlier attempts included, of every member that is here."""
+        book = self.segment_book
+        return {member: book.tracked[key].done_before + self.requests[key].num_output_tokens
+                for member, key in book.members_of(group).items()}
