@@ -80,19 +80,26 @@ class GroupPruner:
         """Without an audit the coordinator stops groups, as it always did."""
         return self.prune.finish_group_after if self.audit is not None else 0
 
-    def ended(self, group: str, member: int, ending: Finished | None) -> None:
-        """A member ended by itself, or (None) without an outcome: pruned, looping, failed."""
+    def ended(self, group: str, member: int, ending: Finished | None, by_rule: bool = False) -> None:
+        """A member ended by itself, `by_rule` of a sample (a loop: no finished sibling), or failed (None).
+
+        What a pruned candidate would have become stays unknown, even when it ended before the engine heard of it.
+        """
         watched = self.groups[group]
         decided = watched.decided.get(member)
-        if ending is None or (decided is not None and decided.verdict.prune):
-            watched.removed.update({member} if decided is None or not decided.verdict.prune else ())
+        if decided is not None and decided.verdict.prune:
             return
-        watched.finished[member] = ending
+        if ending is None or by_rule:
+            watched.removed.add(member)
+        else:
+            watched.finished[member] = ending
+        if ending is None:
+            return
         pi = 1.0 if decided is None else decided.verdict.pi
         if member in watched.seen:
             prior, doublings, agreed_on = watched.seen[member]
             self.calibration.learn(prior, doublings, ending.correct != agreed_on, 1 / pi)
-        if decided is not None and self.audit is not None:
+        if decided is not None:
             self.audit.resolve(group, member, self._was_false(watched, member, decided.verdict.rule, ending))
 
     @staticmethod

@@ -111,13 +111,14 @@ def resolved(probabilities: Sequence[float], null_prob: float) -> float | None:
     return any_ / null_prob if any_ < null_prob else None
 
 
-def is_resolved_null(rows: Sequence[dict]) -> bool:
+def is_resolved_null(rows: Sequence[dict], kept: Sequence[bool]) -> bool:
     """A group that the resolved rule ended and that has no gradient: every kept reward is its pivot.
 
-    `rows` are the summaries of all members. Its contribution to the weighted estimator is exactly 0 (every advantage
-    is a sum of terms reward - pivot), so that leaving it out changes no expectation but the number of groups.
+    `rows` are the summaries of all members, `kept` says which of them would be trained. Its contribution to the
+    weighted estimator is exactly 0 (every advantage is a sum of terms reward - pivot), so that leaving it out changes
+    no expectation but the number of groups.
     """
     tossed = [row for row in rows if row["keep_probability"] < 1]
     if not any(row["outcome"] == "prune" and row["rule"] == RESOLVED for row in tossed):
         return False
-    return all(row["outcome"] == "prune" or row["score"] == tossed[0]["pivot"] for row in rows)
+    return all(row["score"] == tossed[0]["pivot"] for row, trained in zip(rows, kept, strict=True) if trained)
