@@ -303,7 +303,7 @@ def weighted_advantages(
     expectation and much in the variance: with c the common reward of the finished members, a group whose outcome was
     foreseen has the advantage 0 in every row instead of on average.
 
-    The weight may sit in the advantage because pois, sais and all of verl's losses but clip_cov and kl_cov are
+    The weight may sit in the advantage because pois, sais and all of verl's losses but clip_cov, kl_cov and dro are
     positively homogeneous in it. KL and entropy terms have no advantage and are not weighted.
 
     A row that a sample rule took out (a repetition loop) is neither kept nor unseen: it stays in n and contributes

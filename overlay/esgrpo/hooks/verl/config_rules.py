@@ -51,7 +51,8 @@ def adjust(config, segment: Segment, features: frozenset[str]):
 
 # denominators that do not depend on which rows were kept; their losses are sums over a row's tokens
 FIXED_DENOMINATORS = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-sum")
-NOT_HOMOGENEOUS = ("clip_cov", "kl_cov")  # they rank tokens of a batch by covariance with the advantage
+# clip_cov and kl_cov rank tokens by covariance with the advantage; dro adds a penalty that has none
+NOT_HOMOGENEOUS = ("clip_cov", "kl_cov", "dro")
 
 
 def _pruning(config, segment: Segment):
@@ -68,7 +69,7 @@ def _pruning(config, segment: Segment):
     loss_mode = actor.policy_loss.get("loss_mode", "vanilla")
     if loss_mode in NOT_HOMOGENEOUS:
         _refuse("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, "another loss with audited pruning",
-                "row weights would change which tokens it clips: choose pois, sais or vanilla")
+                "it is not proportional to the advantage, which carries the row weights: choose pois, sais or vanilla")
     mode = actor.get("loss_agg_mode", "token-mean")
     if mode not in FIXED_DENOMINATORS:
         yield (f"actor.loss_agg_mode: {mode} divides by what pruning leaves, so the weighted gradient is biased; "
