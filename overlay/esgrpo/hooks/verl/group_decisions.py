@@ -6,6 +6,7 @@ rules), and nothing where rewards are not computed in the agent loop: no rule ca
 
 from __future__ import annotations
 
+import sys
 import zlib
 
 
@@ -41,9 +42,8 @@ def _index(worker) -> int:
 
     verl names its workers agent_loop_worker_<index>_<uuid>; a worker without that name is told apart by its name.
     """
-    import ray
-
-    name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else ""
+    ray = sys.modules.get("ray")
+    name = ray.get_runtime_context().get_actor_name() if ray is not None and ray.is_initialized() else ""
     numbers = [part for part in (name or "").split("_") if part.isdecimal()]
     return int(numbers[0]) if numbers else zlib.crc32((name or "").encode())
 
