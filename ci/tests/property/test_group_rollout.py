@@ -156,7 +156,8 @@ class World:
         output = await client.generate("r", prompt_ids=list(PROMPT), sampling_params={"max_tokens": BUDGET})
         for _ in range(self.case["scoring"]):
             await asyncio.sleep(0)
-        return SimpleNamespace(output=output, reward_score=float(length % 3 != 0), extra_fields=dict(output.extra_fields),
+        return SimpleNamespace(output=output, extra_fields=dict(output.extra_fields),
+                               reward_score=float(length % 3 != 0),
                                response_mask=torch.ones(1, BUDGET, dtype=torch.long))
 
     async def run(self):
