@@ -143,6 +143,7 @@ def test_metrics_of_a_weight_version(rollouter_class):
     asyncio.run(run(made, both(rollouter_class)[1]))
     values = prune_metrics.take(made)
     assert values["esgrpo/prune/replaced_groups"] == 2
+    assert values["esgrpo/waste/zero_variance_replaced"] == 2 * 3 * 10  # not the pruned rows: they count as pruned
     assert (values["esgrpo/prune/candidates"], values["esgrpo/prune/exempted"]) == (4, 2)
     assert values["esgrpo/prune/tokens_saved"] == 2 * (1 / 0.5 - 1) * (10 - 4)
     assert values["esgrpo/prune/false_rate"] == pytest.approx(0.1)

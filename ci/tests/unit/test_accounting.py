@@ -150,3 +150,13 @@ def test_length_bias_of_a_rule_without_a_coin_is_a_lower_bound():
     assert length_bias(rows) == {"repetition": 0.25}
     assert length_bias([_row(10)]) == {}
     assert prune_report(rows)["variance_inflation"] == 1.0
+
+
+def test_replaced_groups_are_zero_variance_and_no_saving():
+    fate = {"trained": False, "gradient": False, "reprefill": 0}
+    rows = [{**fate, "tokens": 10, "pruned": False, "replaced": True}, {**fate, "tokens": 3, "pruned": True,
+                                                                        "replaced": True},
+            {**fate, "tokens": 5, "pruned": False}]
+    balance = token_balance(rows)
+    assert (balance["zero_variance"], balance["pruned"], balance["stale"]) == (10, 3, 5)
+    assert balance["spent"] == 18

@@ -81,7 +81,7 @@ def test_lengths_are_checked():
                                       keep=KeepProbabilities([1.0], [None]))
 
 
-@pytest.fixture(scope="module", params=[("resolved", 0.0), ("enough", 0.0), ("resolved", 0.5)],
+@pytest.fixture(scope="module", params=[("resolved, reckless", 0.0), ("enough", 0.0), ("resolved, reckless", 0.5)],
                 ids=["resolved", "enough", "overlong-penalty"])
 def table(request):
     return estimator_bias.table(request.param[0], GROUPS, SEED, request.param[1])

@@ -97,7 +97,8 @@ def token_balance(rows: Iterable[dict]) -> dict[str, int]:
     """Tokens of finished responses by fate: spent = trained + the wastes, exactly.
 
     A row has `tokens` (decoded), `reprefill` (response tokens computed again after an interruption), `pruned`,
-    `trained` (entered an update) and `gradient` (non-zero advantage).
+    `trained` (entered an update) and `gradient` (non-zero advantage); `replaced` when its group was foreseen to have no
+    gradient and gave its place to another: that is zero variance, no saving.
     """
     balance = {"trained": 0, "pruned": 0, "zero_variance": 0, "stale": 0, "reprefill": 0}
     for row in rows:
@@ -105,7 +106,7 @@ def token_balance(rows: Iterable[dict]) -> dict[str, int]:
         if row["pruned"]:
             balance["pruned"] += row["tokens"]
         elif not row["trained"]:
-            balance["stale"] += row["tokens"]
+            balance["zero_variance" if row.get("replaced") else "stale"] += row["tokens"]
         else:
             balance["trained" if row["gradient"] else "zero_variance"] += row["tokens"]
     balance["spent"] = sum(balance.values())

@@ -7,9 +7,14 @@ PREFIX = "esgrpo/"
 
 def note(rollouter, rows: list[dict], replaced: bool) -> None:
     """Remember the rows of one group until the next weight version."""
-    noted = rollouter.__dict__.setdefault("esgrpo_noted", {"rows": [], "replaced": 0})
+    from esgrpo.algo.accounting import token_balance
+
+    noted = rollouter.__dict__.setdefault("esgrpo_noted", {"rows": [], "replaced": 0, "tokens": 0})
     noted["rows"] += rows
-    noted["replaced"] += replaced
+    if replaced:
+        noted["replaced"] += 1
+        noted["tokens"] += token_balance([{**row, "pruned": row["outcome"] == "prune", "trained": False,
+                                           "replaced": True} for row in rows])["zero_variance"]
 
 
 def take(rollouter) -> dict[str, float]:
@@ -20,5 +25,7 @@ def take(rollouter) -> dict[str, float]:
     if noted is None:
         return {}
     return {f"{PREFIX}prune/replaced_groups": noted["replaced"],
+            # beside the trainer's esgrpo/waste/zero_variance, which never sees these groups
+            f"{PREFIX}waste/zero_variance_replaced": noted["tokens"],
             **{f"{PREFIX}prune/{name}": value for name, value in prune_report(noted["rows"]).items()},
             **{f"{PREFIX}length_bias/{rule}": value for rule, value in length_bias(noted["rows"]).items()}}
