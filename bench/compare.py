@@ -85,7 +85,8 @@ def load(run_dir: Path, devices: int = 2) -> Result:
     responses = [r for r in read(str(run_dir), "responses") if ready <= r["time"] <= end]
     replaced = {row["group"] for sample in read(str(run_dir), "replaced") for row in sample["rows"]}
     fates = {"trained": False, "gradient": False}
-    rows = [{**r, "pruned": r["outcome"] == "prune", "replaced": r["group"] in replaced, **fates, **trained.get((r["group"], r["member"]), {})}
+    rows = [{**r, "pruned": r["outcome"] == "prune", "replaced": r["group"] in replaced, **fates,
+             **trained.get((r["group"], r["member"]), {})}
             for r in responses]
     settled = _settled(rows)
     balance = token_balance(settled)

@@ -41,6 +41,7 @@ class Queue:
 def summaries(resolved: bool, differs: bool = False, rule: str = "resolved"):
     def row(member, **changes):
         return {"group": "g", "member": member, "outcome": "finish", "rule": "", "candidate_rule": "", "tokens": 10,
+                "reprefill": 0,
                 "candidate": False, "exempted": False, "keep_probability": 1.0, "pivot": None, "score": 1.0,
                 "tokens_at_decision": None, **changes}
 
