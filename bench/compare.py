@@ -83,8 +83,10 @@ def load(run_dir: Path, devices: int = 2) -> Result:
     end = ready + arm["budget_s"] if arm["budget_s"] else arm["ended"]
     trained = {(r["group"], r["member"]): r for r in read(str(run_dir), "trained") if r["time"] <= end}
     responses = [r for r in read(str(run_dir), "responses") if ready <= r["time"] <= end]
+    replaced = {row["group"] for sample in read(str(run_dir), "replaced") for row in sample["rows"]}
     fates = {"trained": False, "gradient": False}
-    rows = [{**r, "pruned": r["outcome"] == "prune", **fates, **trained.get((r["group"], r["member"]), {})}
+    rows = [{**r, "pruned": r["outcome"] == "prune", "replaced": r["group"] in replaced, **fates,
+             **trained.get((r["group"], r["member"]), {})}
             for r in responses]
     settled = _settled(rows)
     balance = token_balance(settled)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -223,6 +224,14 @@ def drift_metrics(
     return {"log_kl_rollout_current": _masked_mean(-log_weight, mask), "effective_sample_size": ess}
 
 
+@dataclass(frozen=True)
+class KeepProbabilities:
+    """What the audit fixed for each of B rows: `pi` in (0, 1], and the reward `pivot` of a tossed row (else None)."""
+
+    pi: Sequence[float]
+    pivot: Sequence[float | None]
+
+
 def grpo_segment_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -230,13 +239,14 @@ def grpo_segment_advantage(
     *,
     norm_by_std: bool = True,
     epsilon: float = 1e-6,
+    keep: KeepProbabilities | None = None,
 ) -> torch.Tensor:
     """GRPO advantages [B, T] in which pruned rows take no part: A = (R - mean) / (std + epsilon) over kept rows.
 
     A row is pruned when its response mask is empty; its advantage is 0. Where pruning leaves one kept row, there is
     no baseline and its advantage is 0 too. A group that was sampled with one row keeps verl's rule (mean 0, std 1).
     Without pruned rows the result equals verl's `grpo` bit for bit; the arithmetic below follows its order of
-    operations for that reason.
+    operations for that reason. A group in which a coin was tossed (pi < 1) gets `weighted_advantages`.
 
     Args:
         token_level_rewards: [B, T]; a row's reward is the sum over all of its T positions.
@@ -244,6 +254,7 @@ def grpo_segment_advantage(
         index: B group ids.
         norm_by_std: False leaves out the division (Dr.GRPO).
         epsilon: added to the standard deviation.
+        keep: keep probabilities of audited pruning, or None.
 
     Raises:
         ValueError: shapes or lengths do not match.
@@ -251,6 +262,8 @@ def grpo_segment_advantage(
     _same_shape(token_level_rewards=token_level_rewards, response_mask=response_mask)
     if len(index) != token_level_rewards.shape[0]:
         raise ValueError(f"index has {len(index)} rows, the batch has {token_level_rewards.shape[0]}")
+    if keep is not None and not len(keep.pi) == len(keep.pivot) == len(index):
+        raise ValueError(f"{len(keep.pi)} keep probabilities and {len(keep.pivot)} pivots for {len(index)} rows")
     with torch.no_grad():
         scores = token_level_rewards.sum(dim=-1)
         kept = response_mask.bool().any(dim=-1).tolist()
@@ -260,7 +273,11 @@ def grpo_segment_advantage(
         advantages = torch.zeros_like(scores)
         for members in groups.values():
             rows = [row for row in members if kept[row]]
-            if len(rows) == 1 and len(members) == 1:
+            tossed = [] if keep is None else [row for row in members if keep.pi[row] < 1]
+            if tossed:
+                advantages[rows] = weighted_advantages(scores[rows], [keep.pi[row] for row in rows], len(members),
+                                                       keep.pivot[tossed[0]], norm_by_std, epsilon)
+            elif len(rows) == 1 and len(members) == 1:
                 # 0-dim tensors, not Python numbers: 1 + epsilon is rounded in float32 as verl does
                 mean, std = torch.tensor(0.0), torch.tensor(1.0)
                 advantages[rows[0]] = _normalised(scores[rows[0]], mean, std, norm_by_std, epsilon)
@@ -269,6 +286,40 @@ def grpo_segment_advantage(
                 mean, std = torch.mean(group_scores), torch.std(group_scores)
                 advantages[rows] = _normalised(group_scores, mean, std, norm_by_std, epsilon)
         return advantages.unsqueeze(-1) * response_mask
+
+
+def weighted_advantages(
+    scores: torch.Tensor, pi: Sequence[float], size: int, pivot: float, norm_by_std: bool, epsilon: float
+) -> torch.Tensor:
+    """Advantages of the kept rows of one group of `size` >= 2 sampled rows, their weights w = 1 / pi folded in.
+
+    A_i = w_i (n - 1) / n * [(R_i - c) - 1 / (n - 1) * sum over kept j != i of w_j (R_j - c)]
+
+    Unbiased for the mean-baseline GRPO gradient of the whole group, given its n complete responses: each coin has
+    E[w] = 1 given all that was known before it, so E[w_i] = E[w_i w_j] = 1 for i != j, and with all w = 1 the formula
+    is R_i - mean(R). What would be wrong: a mean that includes row i has a term w_i^2, with E[w_i^2] = 1 / pi_i; a
+    mean divided by sum w is a ratio, biased in small groups; and a denominator of the loss that counts kept tokens is
+    correlated with the weights. The pivot c, any reward known before the group's first coin, changes nothing in that
+    expectation and much in the variance: with c the common reward of the finished members, a group whose outcome was
+    foreseen has the advantage 0 in every row instead of on average.
+
+    The weight may sit in the advantage because pois, sais and all of verl's losses but clip_cov, kl_cov and dro are
+    positively homogeneous in it. KL and entropy terms have no advantage and are not weighted.
+
+    A row that a sample rule took out (a repetition loop) is neither kept nor unseen: it stays in n and contributes
+    R_j = c. With `norm_by_std` the result is divided by the Horvitz-Thompson estimate of the group's standard
+    deviation, a ratio: unbiased no more (`python -m bench.estimator_bias` measures by how much).
+    """
+    weights = 1 / torch.tensor(pi, dtype=torch.float64, device=scores.device)
+    # the pivot is rounded like the rewards: an equal reward must give exactly 0
+    centred = (scores - torch.tensor(pivot, dtype=scores.dtype, device=scores.device)).double()
+    weighted = weights * centred
+    others = (weighted.sum() - weighted) / (size - 1)
+    advantages = weights * (size - 1) / size * (centred - others)
+    if norm_by_std:
+        mean = weighted.sum() / size
+        advantages = advantages / ((weights * (centred - mean) ** 2).sum() / (size - 1)).sqrt().add(epsilon)
+    return advantages.to(scores.dtype)
 
 
 def _normalised(

@@ -43,10 +43,17 @@ class Replica:
         self.world, self.running, self.asks = world, {}, []
         self.book = SegmentBook(world.settings)
         self.esgrpo_finish_group = SimpleNamespace(remote=self._finish_group)
+        self.esgrpo_progress = SimpleNamespace(remote=self._progress)
 
     async def _finish_group(self, group, members, rule):
         self.asks += [(group, member) for member in members]
         return self.book.ask_finish(group, members, rule)
+
+    async def _progress(self, group):
+        for _ in range(self.world.transit):
+            await asyncio.sleep(0)
+        return {request.fields["member"]: request.done + len(request.tokens) for request in self.running.values()
+                if request.fields["group"] == group}
 
     async def generate(self, prompt_ids, parameters):
         for _ in range(self.world.transit):
@@ -127,7 +134,7 @@ class World:
         balancer = SimpleNamespace(_servers=dict(enumerate(self.replicas)))
         balancer.__ray_call__ = SimpleNamespace(remote=self._on_balancer)
         self.balancer = balancer
-        self.worker = SimpleNamespace(rollout_config=SimpleNamespace(n=case["n"]),
+        self.worker = SimpleNamespace(rollout_config=SimpleNamespace(n=case["n"], response_length=BUDGET),
                                       llm_client=SimpleNamespace(_load_balancer=balancer))
 
     async def _on_balancer(self, function):
@@ -149,7 +156,8 @@ class World:
         output = await client.generate("r", prompt_ids=list(PROMPT), sampling_params={"max_tokens": BUDGET})
         for _ in range(self.case["scoring"]):
             await asyncio.sleep(0)
-        return SimpleNamespace(output=output, reward_score=1.0, extra_fields=dict(output.extra_fields),
+        return SimpleNamespace(output=output, extra_fields=dict(output.extra_fields),
+                               reward_score=float(length % 3 != 0),
                                response_mask=torch.ones(1, BUDGET, dtype=torch.long))
 
     async def run(self):

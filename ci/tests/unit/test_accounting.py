@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esgrpo.algo.accounting import Occupancy, bubble, quantile, sync_counts, token_balance
+from esgrpo.algo.accounting import (
+    Occupancy,
+    bubble,
+    ks_distance,
+    length_bias,
+    prune_report,
+    quantile,
+    sync_counts,
+    token_balance,
+)
 
 FATES = ("trained", "pruned", "zero_variance", "stale")
 
@@ -110,3 +120,51 @@ def test_what_syncs_did_to_running_requests():
                {"outcomes": {"abort": 1}, "kv_ages": [[1, 2]]}]
     assert sync_counts(windows) == {"kept": 4, "aborted": 3, "kv_age": 3, "kv_age_mean": 5 / 4}
     assert sync_counts([]) == {"kept": 0, "aborted": 0, "kv_age": 0, "kv_age_mean": 0.0}
+
+
+def _row(tokens, **changes):
+    return {"outcome": "finish", "rule": "", "candidate_rule": "", "candidate": False, "exempted": False,
+            "keep_probability": 1.0, "tokens": tokens, "tokens_at_decision": None, **changes}
+
+
+def test_ks_distance_of_known_samples():
+    rng = random.Random(5)
+    for _ in range(20):
+        one = [rng.randint(0, 30) for _ in range(rng.randint(1, 40))]
+        other = [rng.randint(5, 40) for _ in range(rng.randint(1, 40))]
+        wanted = max(abs(np.mean(np.array(one) <= at) - np.mean(np.array(other) <= at)) for at in one + other)
+        assert ks_distance([(v, 1.0) for v in one], [(v, 2.5) for v in other]) == pytest.approx(wanted)
+    assert ks_distance([], [(1, 1.0)]) == ks_distance([], []) == 0.0
+    assert ks_distance([(1, 3.0), (9, 1.0)], [(1, 1.0), (1, 1.0), (1, 1.0), (9, 1.0)]) == 0.0  # weights are counts
+
+
+def test_length_bias_is_seen_through_the_weights():
+    """20 short rows; of 20 long ones 4 were kept with pi 0.2. Trained: 4 of 24 are long, sampled: half."""
+    kept = [_row(100, keep_probability=0.2, candidate_rule="enough", candidate=True, exempted=True,
+                 tokens_at_decision=10) for _ in range(4)]
+    gone = [_row(10, outcome="prune", rule="enough", keep_probability=0.2, candidate_rule="enough", candidate=True,
+                 tokens_at_decision=10) for _ in range(16)]
+    rows = [_row(10) for _ in range(20)] + kept + gone
+    assert length_bias(rows) == {"enough": pytest.approx(20 / 24 - 20 / 40)}
+    report = prune_report(rows)
+    assert (report["candidates"], report["exempted"]) == (20, 4)
+    assert report["tokens_saved"] == 4 * 4 * 90  # 16 pruned rows would have made 90 more each
+    assert report["variance_inflation"] == pytest.approx(40 * (20 + 4 * 25) / 40**2)
+    assert "false_rate" not in report
+
+
+def test_length_bias_of_a_rule_without_a_coin_is_a_lower_bound():
+    rows = [_row(10) for _ in range(6)] + [_row(50, outcome="prune", rule="repetition") for _ in range(2)]
+    assert length_bias(rows) == {"repetition": 0.25}
+    assert length_bias([_row(10)]) == {}
+    assert prune_report(rows)["variance_inflation"] == 1.0
+
+
+def test_replaced_groups_are_zero_variance_and_no_saving():
+    fate = {"trained": False, "gradient": False, "reprefill": 0}
+    rows = [{**fate, "tokens": 10, "pruned": False, "replaced": True}, {**fate, "tokens": 3, "pruned": True,
+                                                                        "replaced": True},
+            {**fate, "tokens": 5, "pruned": False}]
+    balance = token_balance(rows)
+    assert (balance["zero_variance"], balance["pruned"], balance["stale"]) == (10, 3, 5)
+    assert balance["spent"] == 18

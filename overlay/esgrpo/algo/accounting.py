@@ -111,7 +111,8 @@ def token_balance(rows: Iterable[dict]) -> dict[str, int]:
     """Tokens of finished responses by fate: spent = trained + the wastes, exactly.
 
     A row has `tokens` (decoded), `reprefill` (response tokens computed again after an interruption), `pruned`,
-    `trained` (entered an update) and `gradient` (non-zero advantage).
+    `trained` (entered an update) and `gradient` (non-zero advantage); `replaced` when its group was foreseen to have no
+    gradient and gave its place to another: that is zero variance, no saving.
     """
     balance = {"trained": 0, "pruned": 0, "zero_variance": 0, "stale": 0, "reprefill": 0}
     for row in rows:
@@ -119,7 +120,7 @@ def token_balance(rows: Iterable[dict]) -> dict[str, int]:
         if row["pruned"]:
             balance["pruned"] += row["tokens"]
         elif not row["trained"]:
-            balance["stale"] += row["tokens"]
+            balance["zero_variance" if row.get("replaced") else "stale"] += row["tokens"]
         else:
             balance["trained" if row["gradient"] else "zero_variance"] += row["tokens"]
     balance["spent"] = sum(balance.values())
@@ -142,3 +143,70 @@ def tail_ratio(times: Iterable[float]) -> float:
     """P99 / P50 of completion times in seconds."""
     times = list(times)
     return quantile(times, TAIL) / max(quantile(times, MEDIAN), SHORTEST_TIME_S)
+
+
+def ks_distance(sample: Iterable[tuple[float, float]], other: Iterable[tuple[float, float]]) -> float:
+    """Kolmogorov-Smirnov distance of two weighted samples of (value, weight >= 0); 0 when one has no weight."""
+    steps: dict[float, list[float]] = {}
+    for side, pairs in enumerate((sample, other)):
+        for value, weight in pairs:
+            steps.setdefault(value, [0.0, 0.0])[side] += weight
+    totals = [sum(step[side] for step in steps.values()) for side in (0, 1)]
+    if min(totals, default=0.0) <= 0:
+        return 0.0
+    below, distance = [0.0, 0.0], 0.0
+    for value in sorted(steps):
+        below = [below[side] + steps[value][side] / totals[side] for side in (0, 1)]
+        distance = max(distance, abs(below[0] - below[1]))
+    return distance
+
+
+def _is_pruned(row: dict) -> bool:
+    return row["outcome"] == "prune"
+
+
+def length_bias(rows: Iterable[dict]) -> dict[str, float]:
+    """Per rule: KS distance of the lengths that are trained and those that were sampled, the rule acting alone.
+
+    Trained: what the rule kept, each row once. Sampled, for a rule with a coin: the same rows weighted 1 / pi, which
+    estimates the lengths of complete groups; for a rule without one: all rows, a pruned one at the length at which it
+    was cut, so that the distance is a lower bound.
+    """
+    rows = list(rows)
+    rules = sorted({row["rule"] for row in rows if _is_pruned(row)} | {row["candidate_rule"] for row in rows} - {""})
+    result = {}
+    for rule in rules:
+        mine = [row for row in rows if not _is_pruned(row) or row["rule"] == rule]
+        trained = [(row["tokens"], 1.0) for row in mine if not _is_pruned(row)]
+        sampled = [(row["tokens"], 1 / row["keep_probability"] if row["candidate_rule"] == rule else 1.0)
+                   for row in mine if not _is_pruned(row) or row["keep_probability"] >= 1]
+        result[rule] = ks_distance(trained, sampled)
+    return result
+
+
+def prune_report(rows: Iterable[dict]) -> dict[str, float]:
+    """What audited pruning did to responses that ended; counts, tokens, and what it costs.
+
+    tokens_saved: sum over kept tossed rows of (1 / pi - 1) * (tokens after the decision): its expectation is that of
+    the tokens that pruned rows would still have made. variance_inflation: N * sum w^2 / (sum w)^2 over rows that no
+    sample rule removed (w = 0 for pruned ones): Kish's factor by which the variance of a weighted mean exceeds that
+    over complete groups, were lengths and rewards independent of pruning. false_rate and its bound are those of the
+    latest reports: the mean over reports by outcomes, and the worst.
+    """
+    rows = list(rows)
+    tossed = [row for row in rows if row["keep_probability"] < 1]
+    saved = sum((1 / row["keep_probability"] - 1) * (row["tokens"] - row["tokens_at_decision"])
+                for row in tossed if not _is_pruned(row))
+    counted = [row for row in rows if not _is_pruned(row) or row["keep_probability"] < 1]
+    weights = [0.0 if _is_pruned(row) else 1 / row["keep_probability"] for row in counted]
+    total = sum(weights)
+    reports = [row["audit"] for row in rows if "audit" in row]
+    outcomes = sum(report["outcomes"] for report in reports)
+    return {
+        "candidates": sum(row["candidate"] for row in rows),
+        "exempted": sum(row["exempted"] for row in rows),
+        "tokens_saved": saved,
+        "variance_inflation": len(weights) * sum(w * w for w in weights) / total**2 if total else 1.0,
+        **({"false_rate": sum(r["false_rate"] * r["outcomes"] for r in reports) / max(1, outcomes),
+            "false_rate_bound": max(r["false_rate_bound"] for r in reports)} if reports else {}),
+    }

@@ -36,7 +36,8 @@ class Member:
     rule: str = ""
     spans: list[list[int]] = field(default_factory=list)  # [weight version, tokens], oldest first
     started: float = field(default_factory=time.time)
-    forecast: dict | None = None  # what history says about this prompt's lengths
+    forecast: dict | None = None  # of this prompt, from the history; None when it is off
+    decision: dict | None = None  # of the audit, plain: rule, prune, keep_probability, reason, tokens, pivot
     length_class: str = ""  # set when the group moves it; empty: the forecast's
     version: int | None = None  # set where no attempt lives through a weight sync: all its tokens are of this version
 
@@ -90,7 +91,20 @@ class Member:
         elif self.outcome == "yield":
             output.stop_reason = "segment"
 
+    @property
+    def doomed(self) -> bool:
+        """A coin has fallen against it: it counts as pruned even if it ended before the engine heard of it."""
+        return self.decision is not None and self.decision["prune"]
+
     def summary(self) -> dict:
+        decision = self.decision or {}
+        return {**self._ending(), "candidate": self.decision is not None,
+                "exempted": self.decision is not None and not self.doomed,
+                "keep_probability": decision.get("keep_probability", 1.0), "pivot": decision.get("pivot"),
+                "candidate_rule": decision.get("rule", ""), "decided_by": decision.get("reason", ""),
+                "tokens_at_decision": decision.get("tokens")}
+
+    def _ending(self) -> dict:
         return {"group": self.group, "member": self.number, "outcome": self.outcome, "rule": self.rule,
                 "tokens": self.tokens, "attempts": self.attempts, "reprefill": self.reprefill,
                 "boundaries": self.boundaries, "spans": self.spans, "started": self.started, "ended": time.time()}

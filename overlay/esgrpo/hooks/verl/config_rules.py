@@ -35,6 +35,7 @@ def adjust(config, segment: Segment, features: frozenset[str]):
         elif estimator != "grpo_segment":
             _refuse("algorithm.adv_estimator", estimator, "grpo or grpo_segment with pruning on",
                     f"set it, or switch {PREFIX}.prune off")
+    yield from _pruning(config, segment)
     if features & {"pois", "sais"}:
         yield from _losses(config, segment, features)
     if "dmmpt" in features:
@@ -65,6 +66,40 @@ def _kept_requests(config):
         rollout.free_cache_engine = False
         yield ("actor_rollout_ref.rollout.free_cache_engine: True -> False, because segment.sync.requests=keep leaves "
                "requests with their KV cache in the engine")
+
+
+# denominators that do not depend on which rows were kept; their losses are sums over a row's tokens
+FIXED_DENOMINATORS = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-sum")
+# clip_cov and kl_cov rank tokens by covariance with the advantage; dro adds a penalty that has none
+NOT_HOMOGENEOUS = ("clip_cov", "kl_cov", "dro")
+
+
+def _pruning(config, segment: Segment):
+    """What weights for pruned rows need: a fixed denominator and a loss that is proportional to the advantage."""
+    actor = config.actor_rollout_ref.actor
+    if segment.prunes_groups and not segment.weighted:
+        yield (f"{PREFIX}.prune.finish_group_after drops long answers and the gradient is biased: nothing weighs the "
+               f"rows that are kept; set {PREFIX}.prune.audit.enable=True")
+    if not segment.weighted:
+        return
+    if "compute_prox_log_prob" in (config.get("async_training") or {}):
+        _refuse(f"{PREFIX}.prune.audit.enable", True, "False with verl 0.7.0", "weights have no way to its estimator: "
+                "switch the group rules and the audit off, or use verl 0.9.1")
+    loss_mode = actor.policy_loss.get("loss_mode", "vanilla")
+    if loss_mode in NOT_HOMOGENEOUS:
+        _refuse("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, "another loss with audited pruning",
+                "it is not proportional to the advantage, which carries the row weights: choose pois, sais or vanilla")
+    mode = actor.get("loss_agg_mode", "token-mean")
+    if mode not in FIXED_DENOMINATORS:
+        yield (f"actor.loss_agg_mode: {mode} divides by what pruning leaves, so the weighted gradient is biased; "
+               "seq-mean-token-sum-norm is not")
+    elif mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor") is None:
+        actor.loss_scale_factor = config.data.max_response_length
+        yield (f"actor.loss_scale_factor: None -> {config.data.max_response_length} (data.max_response_length), "
+               "because verl would divide by the longest response of each micro-batch, which pruning changes")
+    if config.algorithm.get("norm_adv_by_std_in_grpo", True):
+        yield ("algorithm.norm_adv_by_std_in_grpo: the estimated standard deviation of a pruned group leaves a bias "
+               "(python -m bench.estimator_bias measures it); False has none")
 
 
 def _losses(config, segment: Segment, features: frozenset[str]):

@@ -32,7 +32,8 @@ def build(original):
         group = arguments["kwargs"].get("uid") if "kwargs" in arguments else None
         if arguments["trajectory"]["validate"] or group is None:
             return await original(self, *args, **kwargs)
-        return await group_members.run_member(original, self, str(group), args, kwargs)
+        forecast = arguments["kwargs"].get("esgrpo_forecast")
+        return await group_members.run_member(original, self, str(group), args, kwargs, forecast)
 
     return _run_agent_loop
 
@@ -44,7 +45,9 @@ def coordinator_of(worker):
 
     if not hasattr(worker, "esgrpo_coordinator"):
         settings = config.current()
-        worker.esgrpo_coordinator = GroupCoordinator(settings.prune.finish_group_after if settings.enable else 0)
+        # under the audit, stragglers are candidates like others: the coordinator itself stops nobody
+        outright = settings.enable and not settings.weighted
+        worker.esgrpo_coordinator = GroupCoordinator(settings.prune.finish_group_after if outright else 0)
         worker.esgrpo_members = {}
     return worker.esgrpo_coordinator
 
@@ -56,34 +59,41 @@ def collision(group: str):
                        "rewards of two prompts would be mixed, the run stops", "make non_tensor_batch['uid'] unique")
 
 
-async def run_member(original, worker, group: str, args, kwargs):
+async def run_member(original, worker, group: str, args, kwargs, forecast=None):
     from esgrpo.algo.grouping import FAILED, FINISHED, PRUNED, GroupCollision
-    from esgrpo.hooks.verl import attempts
+    from esgrpo.hooks.verl import attempts, group_decisions, segment_length
     from esgrpo.hooks.verl.records import write
 
     coordinator = coordinator_of(worker)
+    size = worker.rollout_config.n
     try:
-        number = coordinator.join(group, worker.rollout_config.n)
+        number = coordinator.join(group, size)
     except GroupCollision:
         raise collision(group) from None
-    member = attempts.Member(group, number)
+    member = attempts.Member(group, number, forecast=forecast)
     worker.esgrpo_members[group, number] = member
+    group_decisions.watch(worker, member, size)
     token = attempts.current.set(member)
-    outcome = FAILED
+    outcome, output = FAILED, None
     try:
         output = await original(worker, *args, **kwargs)
+        if member.doomed:  # also when it ended in another way before the engine heard of it
+            member.outcome, member.rule = "prune", member.decision["rule"]
         outcome = PRUNED if member.outcome == "prune" else FINISHED
     finally:
         attempts.current.reset(token)
         del worker.esgrpo_members[group, number]
         ask = coordinator.leave(group, number, outcome)
+        group_decisions.ended(worker, member, output)
     if ask:
         await finish_members(worker, group, ask, "group", await servers_of(worker))
+    await group_decisions.checkpoint(worker, group)
+    await segment_length.after_leave(worker, group, coordinator, member)
     if member.spans and member.spans[0][0] >= 0:  # verl's range starts with the version at the end of an attempt
         output.extra_fields["min_global_steps"] = member.spans[0][0]
-    summary = member.summary()
+    summary = {**member.summary(), "score": output.reward_score, **group_decisions.report(worker, member)}
     output.extra_fields["esgrpo"] = summary
-    write("responses", {**summary, "score": output.reward_score})
+    write("responses", summary)
     return output
 
 

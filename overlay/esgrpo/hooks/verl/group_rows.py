@@ -40,7 +40,8 @@ def mask_pruned(rows) -> None:
 
     A group whose members were all pruned stays as it is: there is no sibling whose statistics it would disturb, and
     masking it whole could empty a mini-batch (division by zero tokens). Mostly its rewards are equal and give no
-    gradient; where they differ, the shortened responses are trained like any others.
+    gradient; where they differ, the shortened responses are trained like any others. Not so where a coin was tossed:
+    a row that it fell against must not be trained, and the coin leaves two members of a group alone.
     """
     from esgrpo import config
 
@@ -54,6 +55,6 @@ def mask_pruned(rows) -> None:
         pruned = [row for row, summary in members if summary["outcome"] == "prune"
                   and not (keep_loops and summary["rule"] == "repetition")]
         if len(pruned) == len(members):
-            continue
+            pruned = [row for row in pruned if row.extra_fields["esgrpo"].get("keep_probability", 1) < 1]
         for row in pruned:
             row.response_mask.zero_()

@@ -36,9 +36,11 @@ def grpo_segment(token_level_rewards, response_mask, index, config=None, **_unus
     group) here; what else verl passes to estimators (`reward_baselines`) has no meaning for GRPO.
     """
     from esgrpo import losses
+    from esgrpo.hooks.verl import weighted_rows
 
     norm_by_std = True if config is None else bool(config.get("norm_adv_by_std_in_grpo", True))
-    advantages = losses.grpo_segment_advantage(token_level_rewards, response_mask, index, norm_by_std=norm_by_std)
+    advantages = losses.grpo_segment_advantage(token_level_rewards, response_mask, index, norm_by_std=norm_by_std,
+                                               keep=weighted_rows.current())
     return advantages, advantages
 
 

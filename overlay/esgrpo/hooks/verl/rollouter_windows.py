@@ -23,10 +23,11 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     async def reset_staleness(self, *args, **kwargs):
+        from esgrpo.hooks.verl import prune_metrics
         from esgrpo.hooks.verl.rollouter_windows import metrics
 
         timing = await original(self, *args, **kwargs)
-        return {**timing, **await metrics(self, timing)}
+        return {**timing, **await metrics(self, timing), **prune_metrics.take(self)}
 
     return reset_staleness
 

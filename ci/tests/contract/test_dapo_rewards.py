@@ -1,0 +1,153 @@
+"""Audited pruning with verl's DAPO reward manager: rewards carry an overlong penalty, correctness is in acc."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from esgrpo import config
+
+pytest.importorskip("verl")
+
+SIZE, BUDGET, BUFFER, FACTOR = 6, 100, 50, 1.0
+CERTAIN = {"known": True, "low": 5.0, "alpha": 5000.0, "beta": 0.1, "tokens": 50, "high": 90, "length_class": "body"}
+PRUNE = {"resolved": {"enable": True, "null_prob": 0.5},
+         "audit": {"enable": True, "exempt_prob": 0.1, "max_fraction": 0.75, "min_candidates": 1, "window": 50,
+                   "max_false_rate": 1.0}}
+
+
+@pytest.fixture
+def manager():
+    from omegaconf import OmegaConf
+    from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
+
+    buffer = {"enable": True, "len": BUFFER, "penalty_factor": FACTOR, "log": True}
+    settings = OmegaConf.create({"reward": {"reward_kwargs": {"overlong_buffer_cfg": buffer, "max_resp_len": BUDGET}}})
+    made = object.__new__(DAPORewardManager)
+    made.init_class = lambda *_: None
+    DAPORewardManager.__init__(made, settings, SimpleNamespace(decode=lambda ids, **_: "4"),
+                               lambda **_: {"score": 1.0, "acc": True})
+    return made
+
+
+def scored(manager, tokens: int) -> dict:
+    from verl import DataProto
+
+    response = torch.zeros(1, BUDGET, dtype=torch.long)
+    attention = torch.zeros(1, BUDGET, dtype=torch.long)
+    attention[:, :tokens] = 1
+    data = DataProto.from_dict(tensors={"responses": response, "attention_mask": attention},
+                               non_tensors={"data_source": ["t"], "reward_model": [{"ground_truth": "4"}]})
+    return manager.loop.run_until_complete(manager.run_single(data))
+
+
+def group(worker, results, forecast=CERTAIN):
+    """One group through the real worker hook: members end in order of length, the rest hear verdicts."""
+    from esgrpo.hooks.verl import attempts, group_members
+
+    release = {tokens: asyncio.Event() for tokens, _ in results}
+
+    async def loop(worker_, tokens, result):
+        member = attempts.current.get()
+        worker_.running[member.number] = tokens
+        while not release[tokens].is_set() and not member.asked_to_finish:
+            await asyncio.sleep(0)
+        worker_.running.pop(member.number)
+        member.tokens, member.spans = tokens, [[0, tokens]]
+        if member.asked_to_finish:
+            member.outcome = "prune"
+        # as AgentLoopWorker builds its output: the field is a float, whatever the manager returned
+        return SimpleNamespace(reward_score=float(result["reward_score"]),
+                               extra_fields={"reward_extra_info": result["reward_extra_info"]})
+
+    async def all_of_them():
+        tasks = [asyncio.ensure_future(group_members.run_member(loop, worker, worker.name, item, {}, forecast))
+                 for item in results]
+        for tokens, _ in sorted(results, key=lambda item: item[0]):
+            release[tokens].set()
+            for _ in range(30):
+                await asyncio.sleep(0)
+        return [row.extra_fields["esgrpo"] for row in await asyncio.gather(*tasks)]
+
+    return asyncio.run(all_of_them())
+
+
+def worker():
+    async def progress(_group):
+        return {number: 1 for number in made.running}
+
+    async def finish(_group, numbers, _rule):
+        return len(numbers)
+
+    server = SimpleNamespace(esgrpo_progress=SimpleNamespace(remote=progress),
+                             esgrpo_finish_group=SimpleNamespace(remote=finish))
+    balancer = SimpleNamespace(_servers={0: server})
+
+    async def call(function):
+        return function(balancer)
+
+    balancer.__ray_call__ = SimpleNamespace(remote=call)
+    made = SimpleNamespace(rollout_config=SimpleNamespace(n=SIZE, response_length=BUDGET), running={}, name="g",
+                           llm_client=SimpleNamespace(_load_balancer=balancer))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+    monkeypatch.setenv(config.ENV_SEGMENT, config.to_json(config.parse({"enable": True, "prune": PRUNE})))
+    monkeypatch.delenv("ESGRPO_RUN_DIR", raising=False)
+
+
+def test_the_penalty_makes_rewards_of_correct_samples_differ(manager):
+    """What the test rests on: acc stays true while the reward falls below the success threshold."""
+    short, long = scored(manager, 40), scored(manager, 90)
+    assert short["reward_score"] == 1.0 and float(long["reward_score"]) == pytest.approx(0.2)
+    assert short["reward_extra_info"]["acc"] is long["reward_extra_info"]["acc"] is True
+
+
+def test_correct_samples_agree_in_spite_of_the_penalty(manager):
+    """90 tokens: reward 0.2 is below the threshold, and still correct. By score alone the group would not agree."""
+    made = worker()
+    lengths = [10, 85, 90, 95, 97, 99]
+    for number in range(6):
+        made.name = f"g{number}"
+        rows = group(made, [(tokens, scored(manager, tokens)) for tokens in lengths])
+    candidates = [row for row in rows if row["candidate"]]
+    assert candidates and any(row["outcome"] == "prune" and row["rule"] == "resolved" for row in rows)
+    pivot, = {row["pivot"] for row in candidates}
+    assert pivot == pytest.approx((1.0 + 0.3) / 2)  # 85 tokens: 1 - 35 / 50
+
+    by_score = worker()
+    rows = group(by_score, [(tokens, {**scored(manager, tokens), "reward_extra_info": {}}) for tokens in lengths])
+    assert not any(row["candidate"] for row in rows)  # negative control
+
+
+def test_a_pruned_group_with_unequal_rewards_is_trained_and_unbiased_weights_reach_it(manager):
+    from esgrpo.algo.pruning import is_resolved_null
+    from esgrpo.hooks.verl.weighted_rows import keep_of
+    from esgrpo.losses import grpo_segment_advantage
+
+    made = worker()
+    for number in range(6):
+        made.name = f"g{number}"
+        rows = group(made, [(tokens, scored(manager, tokens)) for tokens in (10, 85, 90, 95, 97, 99)])
+    kept = [row["outcome"] != "prune" for row in rows]
+    assert not all(kept) and not is_resolved_null(rows, kept)
+    mask = torch.tensor([[int(item)] for item in kept])
+    rewards = torch.tensor([[row["score"]] for row in rows])
+    advantages = grpo_segment_advantage(rewards, mask, ["g"] * SIZE, norm_by_std=False, keep=keep_of({"esgrpo": rows}))
+    assert advantages[0] > 0 and not advantages[~mask.bool()].any()
+
+
+def test_without_the_penalty_the_group_is_null(manager):
+    from esgrpo.algo.pruning import is_resolved_null
+
+    made = worker()
+    for number in range(6):
+        made.name = f"g{number}"
+        rows = group(made, [(tokens, scored(manager, tokens)) for tokens in (10, 12, 14, 16, 18, 20)])
+    assert any(row["outcome"] == "prune" for row in rows)
+    assert is_resolved_null(rows, [row["outcome"] != "prune" for row in rows])

@@ -1,0 +1,190 @@
+"""Resolved groups under verl's real rollouter: feed, put and counters are upstream's, Ray is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl")
+pytest.importorskip("ray")
+
+SIZE, LIMIT, PROMPTS = 4, 6, 40
+
+
+@pytest.fixture(scope="module")
+def rollouter_class():
+    module = pytest.importorskip("verl.experimental.fully_async_policy.fully_async_rollouter")
+    return module.FullyAsyncRollouter.__ray_metadata__.modified_class
+
+
+class Queue:
+    """verl's client, in this process."""
+
+    def __init__(self):
+        self.samples = []
+
+    async def put_sample(self, sample):
+        self.samples.append(sample)
+        return True
+
+    async def get_statistics(self):
+        return {"queue_size": len(self.samples)}
+
+    async def get_queue_size(self):
+        return len(self.samples)
+
+
+def summaries(resolved: bool, differs: bool = False, rule: str = "resolved"):
+    def row(member, **changes):
+        return {"group": "g", "member": member, "outcome": "finish", "rule": "", "candidate_rule": "", "tokens": 10,
+                "reprefill": 0,
+                "candidate": False, "exempted": False, "keep_probability": 1.0, "pivot": None, "score": 1.0,
+                "tokens_at_decision": None, **changes}
+
+    if not resolved:
+        return [row(member) for member in range(SIZE)]
+    tossed = {"candidate": True, "keep_probability": 0.5, "pivot": 1.0, "candidate_rule": rule, "tokens_at_decision": 4,
+              "audit": {"false_rate": 0.1, "false_rate_bound": 0.2, "outcomes": 10, "scale": 1.0}}
+    return [row(0), row(1), row(2, **tossed, exempted=True) | {"score": 0.0 if differs else 1.0},
+            row(3, **tossed, outcome="prune") | {"rule": rule, "score": 0.0}]
+
+
+def batch_of(rows):
+    from verl import DataProto
+
+    fields = np.empty(len(rows), dtype=object)
+    fields[:] = rows
+    mask = torch.tensor([[0 if row["outcome"] == "prune" else 1] * 3 for row in rows])
+    return DataProto.from_dict(tensors={"response_mask": mask}, non_tensors={"esgrpo": fields})
+
+
+def rollouter(rollouter_class, kinds, limit=LIMIT):
+    """A rollouter whose prompts become groups of the given kinds, in order; the last kind is repeated."""
+    made = object.__new__(rollouter_class)
+    rollout = SimpleNamespace(n=SIZE, multi_turn=SimpleNamespace(enable=False))
+    made.config = SimpleNamespace(trainer=SimpleNamespace(total_epochs=1),
+                                  actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    made._create_continuous_iterator = lambda: (
+        (0, {"raw_prompt": np.array([f"prompt {number}"], dtype=object)}) for number in range(PROMPTS))
+    made.train_dataloader, made.queue = range(PROMPTS), Queue()
+    made.message_queue_client, made.total_rollout_steps, made.global_steps = made.queue, limit, 1
+    made.pending_queue, made.active_tasks = asyncio.Queue(maxsize=1), set()
+    made.staleness_samples = made.total_generated_samples = made._step_generated_samples = 0
+    made.dropped_stale_samples = made.processed_sample_count = 0
+    made.max_required_samples = made.required_samples = made.staleness_threshold = 0
+    made.max_queue_size = made.max_concurrent_samples = 0
+    made.served = []
+
+    async def generate(batch):
+        kind = kinds[min(len(made.served), len(kinds) - 1)]
+        made.served.append(kind)
+        await asyncio.sleep(0)
+        return batch_of(summaries(**kind))
+
+    made.async_rollout_manager = SimpleNamespace(generate_sequences_single=generate)
+    return made
+
+
+async def run(made, process):
+    """verl's own feed, and a processor that takes one group after the other and counts staleness like verl's."""
+    made.feed_task = asyncio.ensure_future(made._feed_samples())
+    while (sample := await made.pending_queue.get()) is not None:
+        made.staleness_samples += 1
+        await process(made, sample)
+
+
+NULL, PLAIN = {"resolved": True}, {"resolved": False}
+
+
+def both(rollouter_class):
+    from esgrpo.hooks.verl.replaced_groups import build
+
+    original = rollouter_class._process_single_sample_streaming
+    return original, build(original)
+
+
+def test_a_foreseen_group_gives_its_place_to_another_prompt(rollouter_class):
+    original, hooked = both(rollouter_class)
+    made = rollouter(rollouter_class, [PLAIN, NULL, NULL, PLAIN])
+    asyncio.run(run(made, hooked))
+    assert len(made.queue.samples) == LIMIT and len(made.served) == LIMIT + 2  # as many trained groups as without
+    assert made.staleness_samples == made.total_generated_samples == made._step_generated_samples == LIMIT
+    assert made.total_rollout_steps == LIMIT + 2 and made.processed_sample_count == LIMIT + 2
+    plain = rollouter(rollouter_class, [PLAIN, NULL, NULL, PLAIN])
+    asyncio.run(run(plain, original))  # negative control: verl trains them
+    assert len(plain.queue.samples) == len(plain.served) == LIMIT
+
+
+@pytest.mark.parametrize("kind", [{"resolved": True, "differs": True}, {"resolved": True, "rule": "enough"}, PLAIN])
+def test_other_groups_are_put(rollouter_class, kind):
+    made = rollouter(rollouter_class, [kind])
+    asyncio.run(run(made, both(rollouter_class)[1]))
+    assert len(made.queue.samples) == len(made.served) == LIMIT
+
+
+def test_when_the_feed_is_over_a_group_is_put_like_any_other(rollouter_class):
+    """Only foreseen groups, more of them than prompts: whoever comes when the feed has seen its end is put."""
+    made = rollouter(rollouter_class, [NULL])
+    asyncio.run(asyncio.wait_for(run(made, both(rollouter_class)[1]), 20))
+    replaced = made.total_rollout_steps - LIMIT
+    assert made.total_rollout_steps <= PROMPTS
+    assert len(made.queue.samples) == len(made.served) - replaced >= 1
+    assert made.staleness_samples == len(made.queue.samples)
+
+
+def test_metrics_of_a_weight_version(rollouter_class):
+    from esgrpo.hooks.verl import prune_metrics
+
+    made = rollouter(rollouter_class, [PLAIN, NULL, NULL, PLAIN])
+    assert prune_metrics.take(made) == {}
+    asyncio.run(run(made, both(rollouter_class)[1]))
+    values = prune_metrics.take(made)
+    assert values["esgrpo/prune/replaced_groups"] == 2
+    assert values["esgrpo/waste/zero_variance_replaced"] == 2 * 3 * 10  # not the pruned rows: they count as pruned
+    assert (values["esgrpo/prune/candidates"], values["esgrpo/prune/exempted"]) == (4, 2)
+    assert values["esgrpo/prune/tokens_saved"] == 2 * (1 / 0.5 - 1) * (10 - 4)
+    assert values["esgrpo/prune/false_rate"] == pytest.approx(0.1)
+    assert values["esgrpo/prune/false_rate_bound"] == 0.2
+    assert values["esgrpo/prune/variance_inflation"] > 1
+    assert values["esgrpo/length_bias/resolved"] == 0.0  # all of one length
+    assert prune_metrics.take(made) == {}
+
+
+def test_a_group_of_a_foreign_worker_is_left_alone(rollouter_class):
+    from esgrpo.hooks.verl.replaced_groups import replace
+
+    made = rollouter(rollouter_class, [PLAIN])
+    batch = batch_of(summaries(True))
+    del batch.non_tensor_batch["esgrpo"]
+    assert not replace(made, SimpleNamespace(full_batch=batch, sample_id="x"))
+
+
+def test_two_hooks_on_the_method_compose(rollouter_class, monkeypatch):
+    """Another hook on the same method, as engine.py applies them: both markers are found, both run."""
+    from esgrpo import engine
+    from esgrpo.hooks.verl.replaced_groups import build
+
+    seen = []
+
+    def outer(original):
+        import functools
+
+        @functools.wraps(original)
+        async def wrapped(self, *args, **kwargs):
+            seen.append("outer")
+            return await original(self, *args, **kwargs)
+
+        return wrapped
+
+    inner = build(rollouter_class._process_single_sample_streaming)
+    setattr(inner, engine.MARKER, "resolved-groups-are-replaced")
+    both_ = outer(inner)
+    setattr(both_, engine.MARKER, "another-hook")
+    assert engine.carries(both_, "resolved-groups-are-replaced") and engine.carries(both_, "another-hook")
+    made = rollouter(rollouter_class, [NULL, PLAIN])
+    asyncio.run(run(made, both_))
+    assert len(made.queue.samples) == LIMIT and len(seen) == LIMIT + 1

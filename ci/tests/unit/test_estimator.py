@@ -1,0 +1,241 @@
+"""The weighted estimator: bit for bit verl without coins, unbiased with them, and its controls that are not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from bench import estimator_bias
+from esgrpo import losses
+from esgrpo.errors import EsgrpoError
+from esgrpo.losses import KeepProbabilities
+
+torch.set_num_threads(1)
+GROUPS, SEED = 6000, 11
+
+
+def batch(dtype=torch.float32, seed=0, size=8, groups=5):
+    rng = np.random.default_rng(seed)
+    rewards = torch.tensor(rng.normal(size=(size * groups, 3)), dtype=dtype)
+    return rewards, torch.ones(size * groups, 3, dtype=torch.long), [f"g{i // size}" for i in range(size * groups)]
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_weights_of_one_change_no_bit(norm, dtype):
+    rewards, mask, index = batch(dtype)
+    plain = losses.grpo_segment_advantage(rewards, mask, index, norm_by_std=norm)
+    ones = KeepProbabilities([1.0] * len(index), [None] * len(index))
+    assert torch.equal(losses.grpo_segment_advantage(rewards, mask, index, norm_by_std=norm, keep=ones), plain)
+
+
+def test_a_tossed_group_changes_no_bit_of_another():
+    rewards, mask, index = batch()
+    pi, pivot = [1.0] * len(index), [None] * len(index)
+    pi[3], pivot[3] = 0.25, 0.5
+    plain = losses.grpo_segment_advantage(rewards, mask, index, norm_by_std=False)
+    mixed = losses.grpo_segment_advantage(rewards, mask, index, norm_by_std=False, keep=KeepProbabilities(pi, pivot))
+    assert torch.equal(mixed[8:], plain[8:]) and not torch.equal(mixed[:8], plain[:8])
+
+
+def test_the_formula_row_by_row():
+    scores, pi, pruned = [1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.5, 0.25], {3}
+    mask = torch.tensor([[0 if i in pruned else 1] for i in range(4)])
+    rewards = torch.tensor([[s] for s in scores], dtype=torch.float64)
+    for pivot in (0.0, 1.0, 0.3):
+        keep = KeepProbabilities(pi, [None, None, pivot, pivot])
+        got = losses.grpo_segment_advantage(rewards, mask, ["g"] * 4, norm_by_std=False, keep=keep)[:, 0].tolist()
+        weight = [0.0 if i in pruned else 1 / pi[i] for i in range(4)]
+        for i in range(4):
+            others = sum(weight[j] * (scores[j] - pivot) for j in range(4) if j != i) / 3
+            assert got[i] == pytest.approx(weight[i] * 3 / 4 * (scores[i] - pivot - others), abs=1e-12)
+
+
+def test_with_nobody_pruned_and_no_weight_it_is_the_mean_baseline():
+    scores = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
+    ours = losses.weighted_advantages(scores, [1.0] * 4, 4, 0.7, False, 1e-6)
+    assert torch.allclose(ours, scores - scores.mean(), atol=1e-15)
+    normed = losses.weighted_advantages(scores, [1.0] * 4, 4, 0.7, True, 1e-6)
+    assert torch.allclose(normed, (scores - scores.mean()) / (scores.std() + 1e-6), atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1.0])
+def test_a_foreseen_group_has_no_gradient_at_all(norm, reward):
+    """float32 rewards against a Python pivot: 0.1 must meet 0.1."""
+    mask = torch.tensor([[1], [1], [1], [0]])
+    keep = KeepProbabilities([1.0, 1.0, 0.1, 0.1], [None, None, reward, reward])
+    ours = losses.grpo_segment_advantage(torch.full((4, 1), reward), mask, ["g"] * 4, norm_by_std=norm, keep=keep)
+    assert not ours.any()
+    without = KeepProbabilities(keep.pi, [None, None, 0.0, 0.0])
+    other = losses.grpo_segment_advantage(torch.full((4, 1), reward), mask, ["g"] * 4, norm_by_std=norm, keep=without)
+    assert bool(other.any()) == (reward != 0)  # negative control: pivot 0
+
+
+def test_lengths_are_checked():
+    with pytest.raises(ValueError, match="keep probabilities"):
+        losses.grpo_segment_advantage(torch.ones(2, 1), torch.ones(2, 1), ["a", "a"],
+                                      keep=KeepProbabilities([1.0], [None]))
+
+
+@pytest.fixture(scope="module", params=[("resolved, reckless", 0.0), ("enough", 0.0), ("resolved, reckless", 0.5)],
+                ids=["resolved", "enough", "overlong-penalty"])
+def table(request):
+    return estimator_bias.table(request.param[0], GROUPS, SEED, request.param[1])
+
+
+def test_unbiased_within_three_standard_errors(table):
+    assert table["pruned rows"]["share"] > 0.3
+    for name in ("leave-one-out, weighted", "the same, pivot 0"):
+        assert abs(table[name]["z"]) <= estimator_bias.LIMIT, (name, table[name])
+
+
+@pytest.mark.parametrize("control", ["self-normalised mean", "mean including self", "token-mean", "no weights"])
+def test_controls_are_biased(table, control):
+    row = table[f"control: {control}"]
+    assert abs(row["z"]) > estimator_bias.LIMIT, row
+
+
+def test_a_standard_deviation_leaves_a_bias_and_the_pivot_takes_variance_away(table):
+    assert abs(table["divided by std"]["z"]) > estimator_bias.LIMIT
+    assert table["leave-one-out, weighted"]["variance"] < table["the same, pivot 0"]["variance"]
+
+
+def test_rows_that_lost_their_summary_stop_the_run():
+    from esgrpo.hooks.verl.weighted_rows import keep_of
+
+    row = {"keep_probability": 0.5, "pivot": 1.0}
+    assert keep_of({"esgrpo": [row, {"keep_probability": 1.0, "pivot": None}]}).pi == [0.5, 1.0]
+    assert keep_of({"esgrpo": [{"keep_probability": 1.0, "pivot": None}]}) is None
+    for columns in ({}, {"esgrpo": [row, None]}):
+        with pytest.raises(EsgrpoError, match="summary"):
+            keep_of(columns)
+
+
+def all_of_verls_losses():
+    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
+    return sorted(set(core_algos.POLICY_LOSS_REGISTRY) - {"bypass_mode"} | {"pois", "sais"})
+
+
+def gradient_of(name, advantages, tmp):
+    """Gradient of a policy loss with respect to log-probs, under verl's config classes."""
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+
+    from esgrpo.hooks.verl import policy_losses
+
+    config = FSDPActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=False,
+                             loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=6,
+                             policy_loss=PolicyLossConfig(dro_beta=0.1))
+    config.global_batch_info.update(dp_size=1, batch_num_tokens=None, global_batch_size=4, loss_scale_factor=6)
+    function = {"pois": policy_losses.pois, "sais": policy_losses.sais}.get(name) or core_algos.get_policy_loss_fn(name)
+    log_prob = tmp["new"].clone().requires_grad_(True)
+    loss, _ = function(old_log_prob=tmp["old"], log_prob=log_prob, advantages=advantages, response_mask=tmp["mask"],
+                       loss_agg_mode="seq-mean-token-sum-norm", config=config)
+    return torch.autograd.grad(loss, log_prob)[0]
+
+
+@pytest.mark.parametrize("name", all_of_verls_losses())
+def test_a_weight_in_the_advantage_is_a_weight_of_the_row(name):
+    """Row weight w folded into A gives w times the row's gradient; the losses that config_rules refuses do not."""
+    from esgrpo.hooks.verl.config_rules import NOT_HOMOGENEOUS
+
+    torch.manual_seed(3)
+    rows = {"old": -torch.rand(4, 6, dtype=torch.float64), "mask": torch.ones(4, 6, dtype=torch.float64)}
+    rows["new"] = rows["old"] + 0.4 * torch.randn(4, 6, dtype=torch.float64)
+    advantages = torch.randn(4, 1, dtype=torch.float64).expand(4, 6) * rows["mask"]
+    weights = torch.tensor([1.0, 7.0, 1.0, 20.0], dtype=torch.float64)[:, None]
+    plain, folded = (gradient_of(name, a, rows) for a in (advantages, advantages * weights))
+    assert plain.any()
+    assert torch.allclose(folded, plain * weights, rtol=1e-9, atol=1e-12) is (name not in NOT_HOMOGENEOUS)
+
+
+def test_through_verls_compute_advantage(monkeypatch):
+    """The hook's way: verl's own function hands the estimator no weights; wrapped, it does."""
+    pytest.importorskip("verl")
+    from omegaconf import OmegaConf
+    from verl import DataProto
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    from esgrpo.hooks.verl import grpo_segment, weighted_rows
+
+    monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", dict(core_algos.ADV_ESTIMATOR_REGISTRY))
+    grpo_segment.apply(core_algos)
+    rows = np.empty(4, dtype=object)
+    rows[:] = [{"keep_probability": pi, "pivot": None if pi == 1 else 1.0} for pi in (1.0, 1.0, 0.5, 0.5)]
+    scores, mask = torch.tensor([[1.0], [1.0], [0.0], [1.0]]), torch.tensor([[1], [1], [1], [0]])
+    config = OmegaConf.create({"norm_adv_by_std_in_grpo": False})
+
+    def run(function):
+        data = DataProto.from_dict(tensors={"token_level_rewards": scores, "response_mask": mask},
+                                   non_tensors={"uid": np.array(["g"] * 4, dtype=object), "esgrpo": rows})
+        return function(data, "grpo_segment", config=config).batch["advantages"]
+
+    keep = KeepProbabilities([1.0, 1.0, 0.5, 0.5], [None, None, 1.0, 1.0])
+    wanted = losses.grpo_segment_advantage(scores, mask, ["g"] * 4, norm_by_std=False, keep=keep)
+    assert torch.equal(run(weighted_rows.build(compute_advantage)), wanted)
+    assert not torch.equal(run(compute_advantage), wanted)  # negative control: plain verl
+    assert weighted_rows.current() is None
+
+
+@pytest.mark.parametrize("mode,factor,line", [("token-mean", None, "divides by what pruning leaves"),
+                                              ("seq-mean-token-sum-norm", None, "loss_scale_factor: None -> 64"),
+                                              ("seq-mean-token-sum-norm", 64, None)])
+def test_the_denominator_is_fixed_or_said(mode, factor, line):
+    config, lines = adjusted({"resolved": {"enable": True}, "audit": {"enable": True}}, mode, factor)
+    said = [text for text in lines if "loss_agg_mode" in text or "loss_scale_factor" in text]
+    assert (line is None and not said) or line in said[0]
+    assert config.actor_rollout_ref.actor.loss_scale_factor == (64 if "norm" in mode else None)
+
+
+def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois", **async_training):
+    from omegaconf import OmegaConf
+
+    from esgrpo import config as settings
+    from esgrpo.hooks.verl.config_rules import adjust
+
+    config = OmegaConf.create({
+        "actor_rollout_ref": {"actor": {"loss_agg_mode": mode, "loss_scale_factor": factor, "ppo_epochs": 1,
+                                        "policy_loss": {"loss_mode": loss_mode}},
+                              "rollout": {"name": "vllm", "n": 8, "calculate_log_probs": True}},
+        "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False}, "async_training": async_training,
+        "data": {"max_response_length": 64}})
+    segment = settings.parse({"enable": True, "segment_length": 32, "prune": prune})
+    return config, list(adjust(config, segment, settings.features(segment, loss_mode)))
+
+
+@pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov", "dro"])
+def test_losses_that_are_not_proportional_are_refused(loss_mode):
+    from esgrpo.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=loss_mode):
+        adjusted({"finish_group_after": 4, "audit": {"enable": True}}, loss_mode=loss_mode)
+
+
+def test_verl_0_7_0_is_refused_and_optional_stopping_without_audit_is_called_biased():
+    from esgrpo.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="audit"):
+        adjusted({"finish_group_after": 4, "audit": {"enable": True}}, compute_prox_log_prob=False)
+    _, lines = adjusted({"finish_group_after": 4})
+    assert any("biased" in line for line in lines)
+    _, lines = adjusted({"finish_group_after": 4, "audit": {"enable": True}})
+    assert not any("biased" in line for line in lines)
+
+
+def test_masked_rows_never_reach_a_weighted_gradient():
+    """A row that the coin fell against ended by itself before the engine heard of it: complete, and still masked."""
+    from esgrpo.hooks.verl.group_rows import mask_pruned
+
+    def agent_row(**fields):
+        return SimpleNamespace(extra_fields={"esgrpo": {"group": "g", "outcome": "finish", "rule": "", **fields}},
+                               response_mask=torch.ones(1, 3))
+
+    loops = [agent_row(outcome="prune", rule="repetition", keep_probability=1.0) for _ in range(2)]
+    tossed = agent_row(outcome="prune", rule="resolved", keep_probability=0.1)
+    mask_pruned([*loops, tossed])
+    assert [bool(row.response_mask.any()) for row in (*loops, tossed)] == [True, True, False]

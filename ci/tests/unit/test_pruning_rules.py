@@ -1,0 +1,230 @@
+"""The rules, the bound, the calibration and the checkpoints of a group, on small cases worked out by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from esgrpo import config, losses
+from esgrpo.algo import audit, pruning
+from esgrpo.algo.group_pruning import Finished, GroupPruner
+
+SURE = {"tokens": 100.0, "low": 50.0, "high": 200.0, "known": True, "length_class": "body", "alpha": 400.0,
+        "beta": 0.5}
+GROUP = 8
+
+
+def settings(**prune):
+    base = {"audit": {"enable": True, "min_candidates": 1, "window": 200, "max_false_rate": 0.3}}
+    return config.parse({"enable": True, "prune": {**base, **prune}})
+
+
+def pruner(seed=0, budget=1000, **prune):
+    chosen = settings(**prune)
+    return GroupPruner(chosen, audit.Audit(chosen.prune.audit, random.Random(seed)), budget)
+
+
+def test_wilson_bound_of_known_cases():
+    assert audit.wilson_upper(0, 0) == 1.0
+    assert audit.wilson_upper(0, 73) <= 0.05 < audit.wilson_upper(0, 72)
+    assert audit.wilson_upper(5, 100) == pytest.approx(0.11175, abs=1e-5)  # R: prop.test(5, 100, correct = FALSE)
+    assert audit.wilson_upper(10, 10) == pytest.approx(1.0)
+
+
+def test_evidence_that_the_bound_needs_at_all():
+    assert audit.outcomes_needed(config.Audit()) == 73  # min_candidates alone would be 50: a bound of 7.1 %
+    assert audit.outcomes_needed(config.Audit(min_candidates=300)) == 300
+    assert audit.outcomes_needed(config.Audit(max_false_rate=0.0)) == config.Audit().window
+
+
+@pytest.mark.parametrize("acc", [None, True, False, 0.0, 1.0, float("nan"), torch.tensor(0.75)])
+@pytest.mark.parametrize("score", [0.0, 0.4, 0.5, 1.0, -1.0])
+def test_correctness_is_the_one_that_the_losses_use(acc, score):
+    wanted = losses.correct_rows(torch.tensor([score], dtype=torch.float64), 0.5, None if acc is None else [acc])
+    assert pruning.is_correct(score, acc, 0.5) == bool(wanted[0])
+
+
+def test_hopeless_claims_only_what_the_lower_bound_says():
+    assert pruning.hopeless(None, 100) is None
+    assert pruning.hopeless({**SURE, "known": False, "low": 500.0}, 100) is None
+    assert pruning.hopeless({**SURE, "low": 100.0}, 100) is None
+    assert pruning.hopeless({**SURE, "low": 400.0}, 100) == 0.25
+
+
+def test_enough_falls_with_every_member_that_finished():
+    assert pruning.enough(3, GROUP, 0) is None and pruning.enough(3, GROUP, 4) is None
+    assert [pruning.enough(k, GROUP, 4) for k in (4, 6, 8)] == [1.0, 0.5, 0.0]
+
+
+def test_the_posterior_is_that_of_the_prompt_and_its_finished_members():
+    assert pruning.differs(None, [True, True]) == 1 / 4  # uniform prior, two agree
+    assert pruning.differs({**SURE, "alpha": 3.0, "beta": 1.0}, [True] * 4) == 1 / 8
+    assert pruning.differs({**SURE, "alpha": 3.0, "beta": 1.0}, [False] * 4) == 3 / 8
+
+
+def test_longer_responses_differ_more_often_and_the_calibration_starts_conservative():
+    calibration = pruning.LengthCalibration()
+    assert calibration.doublings(50, [100, 100, 100]) == 0.0
+    assert calibration.doublings(400, [100, 100, 900]) == 2.0
+    at = [calibration.probability(0.1, doublings) for doublings in (0.0, 1.0, 3.0)]
+    assert 0.1 < at[0] < at[1] < at[2]
+    assert calibration.probability(0.0, 500.0) <= 1.0
+
+
+def test_the_calibration_learns_but_never_that_long_answers_differ_less():
+    """Simulated truth: logit = logit(0.1) - 1 + 0.5 * doublings; the conservative start is left behind."""
+    rng, calibration = random.Random(1), pruning.LengthCalibration()
+    for _ in range(20_000):
+        doublings = rng.uniform(0, 4)
+        truth = 1 / (1 + math.exp(-(math.log(0.1 / 0.9) - 1 + 0.5 * doublings)))
+        calibration.learn(0.1, doublings, rng.random() < truth, 1.0)
+    assert calibration.intercept == pytest.approx(-1, abs=0.5) and calibration.slope == pytest.approx(0.5, abs=0.3)
+    for _ in range(500):
+        calibration.learn(0.5, 3.0, False, 10.0)
+    assert calibration.slope >= 0
+
+
+def test_any_differs_is_an_upper_bound_of_the_beta_binomial():
+    """P(one of m differs) = 1 - prod (a + i) / (a + b + i); members of a prompt share p, so independence says more."""
+    for alpha, beta, unfinished in ((1.0, 1.0, 3), (20.0, 0.5, 6), (0.5, 9.0, 2)):
+        none = math.prod((alpha + i) / (alpha + beta + i) for i in range(unfinished))
+        each = beta / (alpha + beta)
+        assert pruning.any_differs([each] * unfinished) >= 1 - none
+
+
+def finish(chosen, group, members, correct=True, tokens=100, score=None):
+    for member in members:
+        chosen.ended(group, member, Finished(tokens, correct, float(correct) if score is None else score))
+
+
+def warmed_up(**options):
+    """A pruner whose resolved rule has seen enough candidates that agreed."""
+    chosen = pruner(resolved={"enable": True}, **options)
+    for number in range(20):
+        group = f"warm{number}"
+        chosen.watch(group, GROUP, SURE)
+        finish(chosen, group, range(4))
+        decided = chosen.checkpoint(group, dict.fromkeys(range(4, 8), 50))
+        assert len(decided) == 4
+        finish(chosen, group, [member for member, item in decided.items() if item.verdict.exempt])
+        chosen.close(group)
+    return chosen
+
+
+def test_no_group_rule_prunes_before_the_evidence_is_there():
+    chosen = pruner(resolved={"enable": True})
+    chosen.watch("g", GROUP, SURE)
+    finish(chosen, "g", range(4))
+    decided = chosen.checkpoint("g", dict.fromkeys(range(4, 8), 50))
+    assert [item.verdict.pi for item in decided.values()] == [1.0] * 4
+    assert all(item.verdict.exempt for item in decided.values())
+
+
+def test_a_resolved_group_is_pruned_up_to_the_cap_and_never_asked_twice():
+    chosen = warmed_up()
+    chosen.watch("g", GROUP, SURE)
+    finish(chosen, "g", range(2))
+    decided = chosen.checkpoint("g", dict.fromkeys(range(2, 8), 50))
+    reasons = [item.verdict.reason for item in decided.values()]
+    assert sum(item.verdict.prune for item in decided.values()) <= GROUP // 2
+    assert set(reasons) <= {audit.COIN, audit.CAP} and audit.COIN in reasons
+    assert chosen.checkpoint("g", dict.fromkeys(range(2, 8), 60)) == {}
+    assert {item.pivot for item in decided.values()} == {1.0}
+
+
+def test_finished_members_that_disagree_are_no_candidates_case():
+    chosen = warmed_up()
+    chosen.watch("g", GROUP, SURE)
+    finish(chosen, "g", [0, 1])
+    finish(chosen, "g", [2], correct=False)
+    assert chosen.checkpoint("g", {3: 50}) == {} and not chosen.wants_progress("g")
+
+
+def test_an_uncertain_prompt_and_a_long_straggler_are_no_candidates():
+    chosen = warmed_up()
+    for group, forecast, tokens in (("unsure", {**SURE, "beta": 40.0}, 50), ("long", SURE, 100 * 2**20),
+                                    ("unknown", None, 50)):
+        chosen.watch(group, GROUP, forecast)
+        finish(chosen, group, range(4))
+        assert chosen.checkpoint(group, {4: tokens}) == {}, group
+
+
+def test_a_differing_exempted_candidate_is_a_false_prune():
+    chosen = pruner(resolved={"enable": True})
+    chosen.watch("g", GROUP, SURE)
+    finish(chosen, "g", range(4))
+    chosen.checkpoint("g", {4: 50, 5: 50})
+    finish(chosen, "g", [4], correct=False)
+    finish(chosen, "g", [5], correct=True)
+    assert chosen.audit._windows[pruning.RESOLVED][0][1] and not chosen.audit._windows[pruning.RESOLVED][1][1]
+
+
+def test_many_false_prunes_stop_the_rule():
+    chosen = warmed_up()
+    for number in range(30):
+        chosen.watch(f"g{number}", GROUP, SURE)
+        finish(chosen, f"g{number}", range(4))
+        for member, item in chosen.checkpoint(f"g{number}", dict.fromkeys(range(4, 8), 50)).items():
+            if item.verdict.exempt:
+                finish(chosen, f"g{number}", [member], correct=False)
+        chosen.close(f"g{number}")
+    assert chosen.audit.scale(pruning.RESOLVED) < 1
+    assert chosen.audit.evidence(pruning.RESOLVED)[1] < 200
+
+
+def test_equally_correct_under_an_overlong_penalty():
+    """Rewards differ, correctness does not: a candidate all the same, but not null, so the group is put."""
+    chosen = warmed_up()
+    chosen.watch("g", GROUP, SURE)
+    finish(chosen, "g", [0], score=1.0)
+    finish(chosen, "g", [1], score=0.25)
+    decided = chosen.checkpoint("g", dict.fromkeys(range(2, 8), 50))
+    assert decided and next(iter(decided.values())).pivot == pytest.approx(0.625)
+    rows = [row(score=1.0), row(score=0.25), row(outcome="prune", rule="resolved", keep_probability=0.1, pivot=0.625)]
+    assert not pruning.is_resolved_null(rows, [True, True, False])
+
+
+def row(**changes):
+    return {"outcome": "finish", "rule": "", "keep_probability": 1.0, "pivot": None, "score": 1.0, **changes}
+
+
+def test_which_groups_are_null():
+    pruned = row(outcome="prune", rule="resolved", keep_probability=0.1, pivot=1.0, score=0.0)
+    exempted, loop = row(keep_probability=0.1, pivot=1.0), row(outcome="prune", rule="repetition", score=0.0)
+
+    def null(*rows, loops=False):
+        return pruning.is_resolved_null(rows, [item["outcome"] != "prune" or (loops and item is loop) for item in rows])
+
+    assert null(row(), row(), pruned, exempted)
+    assert not null(row(), row(), pruned, {**exempted, "score": 0.0})
+    assert not null(row(), row(), exempted)  # nobody was pruned
+    assert not null(row(), row(), {**pruned, "rule": "enough"})
+    assert null(row(), row(), pruned, loop) and not null(row(), row(), pruned, loop, loops=True)  # a trained loop
+
+
+def test_without_an_audit_only_the_hopeless_rule_acts():
+    chosen = GroupPruner(config.parse({"enable": True, "prune": {"hopeless": True}}), None, 100)
+    chosen.watch("g", 4, {**SURE, "low": 400.0})
+    decided = chosen.checkpoint("g", {1: 5, 2: 7})
+    assert all(item.verdict.prune and item.verdict.pi == 1.0 for item in decided.values()) and len(decided) == 2
+
+
+def test_the_same_seed_gives_the_same_verdicts():
+    verdicts = []
+    for seed in (3, 3, 4):
+        chosen = warmed_up(seed=seed)
+        trail = []
+        for number in range(20):
+            chosen.watch(f"g{number}", GROUP, SURE)
+            finish(chosen, f"g{number}", range(4))
+            trail += [item.verdict.prune for item in chosen.checkpoint(f"g{number}", {4: 5, 5: 5, 6: 5}).values()]
+        verdicts.append(trail)
+    assert verdicts[0] == verdicts[1] != verdicts[2]
+
+
+def test_acc_may_be_an_array_scalar():
+    assert pruning.is_correct(0.0, SimpleNamespace(item=lambda: True), 0.5)

@@ -1,0 +1,182 @@
+"""Decision checkpoints of a group: who is a candidate, what the audit says, and what an ending teaches. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from esgrpo import config
+from esgrpo.algo import pruning
+from esgrpo.algo.audit import Audit, Candidate, Verdict
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A member that ended by itself. Tokens of the response; score is its reward."""
+
+    tokens: int
+    correct: bool
+    score: float
+    capped: bool = False  # ended by the budget
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A verdict with what the estimator and the metrics need later."""
+
+    verdict: Verdict
+    tokens: int  # of the response when it was decided
+    pivot: float  # reward that the group's advantages are measured from, known before the group's first coin
+
+
+@dataclass
+class Watched:
+    size: int
+    forecast: dict | None = None
+    finished: dict[int, Finished] = field(default_factory=dict)
+    removed: set[int] = field(default_factory=set)  # ended without a reward of their own: sample rules, failures
+    decided: dict[int, Decided] = field(default_factory=dict)
+    seen: dict[int, tuple[float, float, bool]] = field(default_factory=dict)  # member -> (prior, doublings, agreed on)
+    pivot: float | None = None
+
+    @property
+    def pruned(self) -> int:
+        return sum(item.verdict.prune for item in self.decided.values())
+
+    def agreed(self) -> bool | None:
+        """What all finished members agree on; None when they do not, or are too few."""
+        answers = {item.correct for item in self.finished.values()}
+        return answers.pop() if len(self.finished) >= pruning.LEAST_FINISHED and len(answers) == 1 else None
+
+
+class GroupPruner:
+    """Applies the rules of `settings.prune` to the groups of one agent-loop worker.
+
+    A checkpoint is the ending of a member. A member is decided at most once; every kept row has the keep probability
+    that was fixed before its coin, and 1 if it never was a candidate.
+    """
+
+    def __init__(self, settings: config.Segment, audit: Audit | None, budget: int):
+        self.prune, self.audit, self.budget = settings.prune, audit, budget
+        self.calibration = pruning.LengthCalibration()
+        self.groups: dict[str, Watched] = {}
+
+    def watch(self, group: str, size: int, forecast: dict | None) -> Watched:
+        watched = self.groups.setdefault(group, Watched(size))
+        watched.forecast = watched.forecast or forecast
+        return watched
+
+    def wants_progress(self, group: str) -> bool:
+        """False when no rule can find a candidate now: asking the replicas would be for nothing."""
+        watched = self.groups.get(group)
+        if watched is None or len(watched.finished) + len(watched.removed) >= watched.size:
+            return False
+        rules = self.prune
+        return ((rules.hopeless and pruning.hopeless(watched.forecast, self.budget) is not None)
+                or (rules.resolved.enable and watched.agreed() is not None)
+                or pruning.enough(len(watched.finished), watched.size, self._finish_after()) is not None)
+
+    def _finish_after(self) -> int:
+        """Without an audit the coordinator stops groups, as it always did."""
+        return self.prune.finish_group_after if self.audit is not None else 0
+
+    def ended(self, group: str, member: int, ending: Finished | None, by_rule: bool = False) -> None:
+        """A member ended by itself, `by_rule` of a sample (a loop: no finished sibling), or failed (None).
+
+        What a pruned candidate would have become stays unknown, even when it ended before the engine heard of it.
+        """
+        watched = self.groups[group]
+        decided = watched.decided.get(member)
+        if decided is not None and decided.verdict.prune:
+            return
+        if ending is None or by_rule:
+            watched.removed.add(member)
+        else:
+            watched.finished[member] = ending
+        if ending is None:
+            return
+        pi = 1.0 if decided is None else decided.verdict.pi
+        if member in watched.seen:
+            prior, doublings, agreed_on = watched.seen[member]
+            self.calibration.learn(prior, doublings, ending.correct != agreed_on, 1 / pi)
+        if decided is not None:
+            self.audit.resolve(group, member, self._was_false(watched, member, decided.verdict.rule, ending))
+
+    @staticmethod
+    def _was_false(watched: Watched, member: int, rule: str, ending: Finished) -> bool:
+        if rule == pruning.HOPELESS:
+            return not ending.capped
+        if rule == pruning.ENOUGH:
+            return ending.correct
+        return ending.correct != watched.seen[member][2]
+
+    def checkpoint(self, group: str, running: Mapping[int, int]) -> dict[int, Decided]:
+        """Decide about running members (member -> tokens of the response so far); returns the new decisions."""
+        watched = self.groups.get(group)
+        if watched is None:
+            return {}
+        open_ = [member for member in running if member not in watched.decided and member not in watched.finished]
+        new = {}
+        for member, (rule, score) in self._candidates(watched, open_, running).items():
+            if watched.pivot is None:
+                watched.pivot = _pivot([item.score for item in watched.finished.values()])
+            verdict = self._decide(group, watched, member, rule, score)
+            new[member] = watched.decided[member] = Decided(verdict, running[member], watched.pivot)
+        return new
+
+    def _decide(self, group: str, watched: Watched, member: int, rule: str, score: float) -> Verdict:
+        if self.audit is None:  # a sample rule that nobody audits
+            return Verdict(True, 1.0, rule, "rule")
+        others = watched.size - watched.pruned - len(watched.removed) - 1
+        return self.audit.decide(Candidate(group, member, rule, watched.size, watched.pruned, others, score))
+
+    def _candidates(self, watched: Watched, open_: list[int], running: Mapping[int, int]) -> dict:
+        """member -> (rule, score) of the open members, in order of their numbers; the first rule that fits counts."""
+        found: dict[int, tuple[str, float]] = {}
+
+        def propose(rule: str, score: float | None) -> None:
+            if score is None or not open_:
+                return
+            if self.audit is not None and score > self.audit.scale(rule):
+                self.audit.passed_by(rule)
+                return
+            for member in open_:
+                found.setdefault(member, (rule, score))
+
+        if self.prune.hopeless:
+            propose(pruning.HOPELESS, pruning.hopeless(watched.forecast, self.budget))
+        if self.prune.resolved.enable and self.audit is not None:
+            propose(pruning.RESOLVED, self._resolved(watched, running))
+        propose(pruning.ENOUGH, pruning.enough(len(watched.finished), watched.size, self._finish_after()))
+        return dict(sorted(found.items()))
+
+    def _resolved(self, watched: Watched, running: Mapping[int, int]) -> float | None:
+        """Score of the resolved rule; every unfinished member counts, also one that is in no engine right now."""
+        agreed_on = watched.agreed()
+        if agreed_on is None:
+            return None
+        prior = pruning.differs(watched.forecast, [item.correct for item in watched.finished.values()])
+        lengths = [item.tokens for item in watched.finished.values()]
+        probabilities = []
+        for member in range(watched.size):
+            pruned = member in watched.decided and watched.decided[member].verdict.prune
+            if member in watched.finished or member in watched.removed or pruned:
+                continue
+            doublings = self.calibration.doublings(running.get(member, 0), lengths)
+            probabilities.append(self.calibration.probability(prior, doublings))
+            if member in running:
+                watched.seen.setdefault(member, (prior, doublings, agreed_on))
+        return pruning.resolved(probabilities, self.prune.resolved.null_prob)
+
+    def close(self, group: str) -> None:
+        """The last member has left."""
+        self.groups.pop(group, None)
+        if self.audit is not None:
+            self.audit.forget(group)
+
+
+def _pivot(rewards: list[float]) -> float:
+    """Mean reward of the members that finished before the first coin; exactly their reward when all are equal."""
+    if not rewards:
+        return 0.0
+    return rewards[0] if len(set(rewards)) == 1 else sum(rewards) / len(rewards)

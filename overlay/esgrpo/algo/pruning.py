@@ -1,0 +1,124 @@
+"""Pruning rules as pure functions. Each says how far a case uses up what the rule allows: a score, None for no case.
+
+A score lies in [0, 1]; `esgrpo.algo.audit` decides which scores are acted on. "False prune", per rule:
+
+    hopeless  the response ended by itself within the budget
+    resolved  the response differs in correctness from the members that had finished when it became a candidate
+    enough    the response is correct (a late bloomer)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+HOPELESS, RESOLVED, ENOUGH = "hopeless", "resolved", "enough"
+LEAST_FINISHED = 2  # one finished member agrees with itself
+UNINFORMED = (1.0, 1.0)  # Beta prior of a prompt without history: uniform
+
+# Start of the length calibration, before any outcome: odds of differing doubled, and doubled again with every doubling
+# of the length over the median finished sibling. Long answers differ more often; how much is learned.
+START_INTERCEPT, START_SLOPE = math.log(2), math.log(2)
+LEARNING_RATE = 0.05  # of the logistic regression, per outcome
+LARGEST_WEIGHT = 10.0  # of an outcome in the calibration: one rare exemption must not throw it over
+SMALLEST_PROBABILITY = 1e-9
+
+
+def is_correct(score: float, acc, success_threshold: float) -> bool:
+    """Correctness of one sample: a boolean `acc` decides, a number (else the score) is held against the threshold.
+
+    The rule of `esgrpo.losses.correct_rows`, which tests hold this against.
+    """
+    verdict = acc.item() if hasattr(acc, "item") else acc
+    if verdict is None or verdict != verdict:  # NaN differs from itself
+        verdict = score
+    return verdict if isinstance(verdict, bool) else verdict >= success_threshold
+
+
+def hopeless(forecast: dict | None, budget: int) -> float | None:
+    """A response that cannot end within the budget (tokens): budget / low when the forecast's lower bound is above it.
+
+    Claimed is this and no more: at least 90 % of this prompt's responses, by its own history, are longer than the
+    budget (low is the lower end of an 80 % interval). A condition on the tokens so far only strengthens it, because
+    P(L <= budget | L > tokens) <= P(L <= budget), so tokens do not enter: what is left of the budget is below the
+    shortest remainder, low - tokens, exactly when budget < low. A prompt without history is never hopeless, and a
+    history that was recorded under the same budget cannot make it so unless it extrapolates beyond capped lengths.
+    """
+    if not forecast or not forecast.get("known") or forecast["low"] <= budget:
+        return None
+    return budget / forecast["low"]
+
+
+def enough(finished: int, size: int, finish_after: int) -> float | None:
+    """Optional stopping: `finish_after` (> 0) of `size` members have finished. The more have, the lower the score."""
+    if not 0 < finish_after <= finished:
+        return None
+    return (size - finished) / (size - finish_after) if finished > finish_after else 1.0
+
+
+def differs(forecast: dict | None, finished: Sequence[bool]) -> float:
+    """P(the next member differs), from the prompt's Beta posterior updated by finished members that all agree."""
+    alpha, beta = UNINFORMED if not forecast else (forecast["alpha"], forecast["beta"])
+    other = beta if finished[0] else alpha
+    return other / (alpha + beta + len(finished))
+
+
+class LengthCalibration:
+    """Odds of differing, given that a response is longer than its tokens so far: a logistic regression kept on line.
+
+    logit P = logit(P of `differs`) + intercept + slope * doublings, doublings = log2(tokens / median finished length),
+    at least 0. Starts conservative. The slope never falls below 0: no data may claim that long answers differ less.
+    """
+
+    def __init__(self):
+        self.intercept, self.slope = START_INTERCEPT, START_SLOPE
+
+    @staticmethod
+    def doublings(tokens: int, finished_tokens: Sequence[int]) -> float:
+        ordered = sorted(finished_tokens)
+        median = max(1, ordered[len(ordered) // 2])
+        return max(0.0, math.log2(max(1, tokens) / median))
+
+    def probability(self, prior: float, doublings: float) -> float:
+        prior = min(max(prior, SMALLEST_PROBABILITY), 1 - SMALLEST_PROBABILITY)
+        logit = math.log(prior / (1 - prior)) + self.intercept + self.slope * doublings
+        return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
+
+    def learn(self, prior: float, doublings: float, differed: bool, weight: float) -> None:
+        """One outcome; `weight` is 1 / keep probability, since pruned candidates have none."""
+        error = float(differed) - self.probability(prior, doublings)
+        step = LEARNING_RATE * min(weight, LARGEST_WEIGHT) * error
+        self.intercept += step
+        self.slope = max(0.0, self.slope + step * doublings)
+
+
+def any_differs(probabilities: Sequence[float]) -> float:
+    """P(at least one differs), as if they were independent.
+
+    Members of a prompt share its unknown p, so they are positively associated, and this is an upper bound.
+    """
+    none = 1.0
+    for probability in probabilities:
+        none *= 1 - probability
+    return 1 - none
+
+
+def resolved(probabilities: Sequence[float], null_prob: float) -> float | None:
+    """Nobody of the unfinished members is likely to differ from finished ones that agree."""
+    if not probabilities:
+        return None
+    any_ = any_differs(probabilities)
+    return any_ / null_prob if any_ < null_prob else None
+
+
+def is_resolved_null(rows: Sequence[dict], kept: Sequence[bool]) -> bool:
+    """A group that the resolved rule ended and that has no gradient: every kept reward is its pivot.
+
+    `rows` are the summaries of all members, `kept` says which of them would be trained. Its contribution to the
+    weighted estimator is exactly 0 (every advantage is a sum of terms reward - pivot), so that leaving it out changes
+    no expectation but the number of groups.
+    """
+    tossed = [row for row in rows if row["keep_probability"] < 1]
+    if not any(row["outcome"] == "prune" and row["rule"] == RESOLVED for row in tossed):
+        return False
+    return all(row["score"] == tossed[0]["pivot"] for row, trained in zip(rows, kept, strict=True) if trained)

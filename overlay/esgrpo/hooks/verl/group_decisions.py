@@ -1,0 +1,117 @@
+"""Group rules in an agent-loop worker: tells the pruner of endings, asks replicas for progress, carries verdicts out.
+
+Called by `group_members`. Nothing happens without a rule that needs it (`segment.prune.hopeless`, or audited group
+rules), and nothing where rewards are not computed in the agent loop: no rule can judge a group without them.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+
+
+def pruner_of(worker):
+    """The GroupPruner of this worker process, made on first use; None when no rule needs one.
+
+    One worker, one audit: its window sees only the groups of this worker, so W workers need W times as many outcomes
+    before all of them prune, and their scales may differ. Weights stay exact, each row knows its own probability.
+    """
+    from esgrpo import config
+
+    if not hasattr(worker, "esgrpo_pruner"):
+        settings = config.current()
+        wanted = settings.enable and (settings.weighted or settings.prune.hopeless)
+        worker.esgrpo_pruner = _make(worker, settings) if wanted else None
+    return worker.esgrpo_pruner
+
+
+def _make(worker, settings):
+    import random
+
+    from esgrpo.algo.audit import Audit
+    from esgrpo.algo.group_pruning import GroupPruner
+
+    audit = None
+    if settings.weighted:
+        audit = Audit(settings.prune.audit, random.Random(f"{settings.seed}-{_index(worker)}"))
+    return GroupPruner(settings, audit, worker.rollout_config.response_length)
+
+
+def _index(worker) -> int:
+    """A number that differs from worker to worker and is the same in the next run.
+
+    verl names its workers agent_loop_worker_<index>_<uuid>; a worker without that name is told apart by its name.
+    """
+    ray = sys.modules.get("ray")
+    name = ray.get_runtime_context().get_actor_name() if ray is not None and ray.is_initialized() else ""
+    numbers = [part for part in (name or "").split("_") if part.isdecimal()]
+    return int(numbers[0]) if numbers else zlib.crc32((name or "").encode())
+
+
+def watch(worker, member, size: int) -> None:
+    pruner = pruner_of(worker)
+    if pruner is not None:
+        pruner.watch(member.group, size, member.forecast)
+
+
+def ended(worker, member, output) -> None:
+    """A member has left; `output` is what it ended with, None when it failed."""
+    pruner = pruner_of(worker)
+    if pruner is None:
+        return
+    by_rule = member.outcome == "prune" and not member.doomed
+    pruner.ended(member.group, member.number, _finished(worker, member, output), by_rule)
+    if member.group not in worker.esgrpo_coordinator.groups:
+        pruner.close(member.group)
+
+
+def _finished(worker, member, output):
+    from esgrpo import config
+    from esgrpo.algo.group_pruning import Finished
+    from esgrpo.algo.pruning import is_correct
+
+    if output is None or output.reward_score is None:
+        return None
+    acc = (output.extra_fields.get("reward_extra_info") or {}).get("acc")
+    correct = is_correct(output.reward_score, acc, config.current().success_threshold)
+    capped = member.tokens >= worker.rollout_config.response_length
+    return Finished(member.tokens, correct, float(output.reward_score), capped)
+
+
+async def checkpoint(worker, group: str) -> None:
+    """A member of the group has just ended: who of the others is a candidate, and what does the coin say?"""
+    pruner = pruner_of(worker)
+    if pruner is None or not pruner.wants_progress(group):
+        return
+    from esgrpo.hooks.verl import group_members
+
+    servers = await group_members.servers_of(worker)
+    running = await progress(servers, group)
+    # verdicts are taken at once, on what is true after the answers: others may have ended while we waited
+    running = {number: tokens for number, tokens in running.items() if (group, number) in worker.esgrpo_members}
+    doomed: dict[str, list[int]] = {}
+    for number, decided in pruner.checkpoint(group, running).items():
+        verdict = decided.verdict
+        worker.esgrpo_members[group, number].decision = {
+            "rule": verdict.rule, "prune": verdict.prune, "keep_probability": verdict.pi, "reason": verdict.reason,
+            "tokens": decided.tokens, "pivot": decided.pivot}
+        if verdict.prune:
+            doomed.setdefault(verdict.rule, []).append(number)
+    for rule, numbers in doomed.items():
+        await group_members.finish_members(worker, group, numbers, rule, servers)
+
+
+async def progress(servers, group: str) -> dict[int, int]:
+    """Tokens of the whole response so far, of every member that decodes on one of the replicas."""
+    import asyncio
+
+    answers = await asyncio.gather(*[server.esgrpo_progress.remote(group) for server in servers])
+    return {int(number): tokens for answer in answers for number, tokens in answer.items()}
+
+
+def report(worker, member) -> dict:
+    """What the audit knows of a candidate's rule now, for its summary; it travels with the row to the trainer."""
+    pruner = pruner_of(worker)
+    if pruner is None or pruner.audit is None or member.decision is None:
+        return {}
+    return {"audit": pruner.audit.report(member.decision["rule"])}

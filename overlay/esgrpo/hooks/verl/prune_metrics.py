@@ -1,0 +1,31 @@
+"""What pruning did between two weight versions, gathered in the rollouter, which sees replaced groups as well."""
+
+from __future__ import annotations
+
+PREFIX = "esgrpo/"
+
+
+def note(rollouter, rows: list[dict], replaced: bool) -> None:
+    """Remember the rows of one group until the next weight version."""
+    from esgrpo.algo.accounting import token_balance
+
+    noted = rollouter.__dict__.setdefault("esgrpo_noted", {"rows": [], "replaced": 0, "tokens": 0})
+    noted["rows"] += rows
+    if replaced:
+        noted["replaced"] += 1
+        noted["tokens"] += token_balance([{**row, "pruned": row["outcome"] == "prune", "trained": False,
+                                           "replaced": True} for row in rows])["zero_variance"]
+
+
+def take(rollouter) -> dict[str, float]:
+    """Metrics since the last call; none when pruning is off."""
+    from esgrpo.algo.accounting import length_bias, prune_report
+
+    noted = rollouter.__dict__.pop("esgrpo_noted", None)
+    if noted is None:
+        return {}
+    return {f"{PREFIX}prune/replaced_groups": noted["replaced"],
+            # beside the trainer's esgrpo/waste/zero_variance, which never sees these groups
+            f"{PREFIX}waste/zero_variance_replaced": noted["tokens"],
+            **{f"{PREFIX}prune/{name}": value for name, value in prune_report(noted["rows"]).items()},
+            **{f"{PREFIX}length_bias/{rule}": value for rule, value in length_bias(noted["rows"]).items()}}
