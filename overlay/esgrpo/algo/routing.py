@@ -143,6 +143,56 @@ class TailShare:
         return min(pool - 1, max(1, math.floor(pool * self.largest)))
 
 
+class ClassLoad:
+    """Requests in flight per class, their mean over time, and what routing did with them.
+
+    Invariants: a class is never below zero; a request counts once however often its start is told; an end without a
+    start changes nothing.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._running: dict[str, str] = {}
+        self.in_flight = dict.fromkeys(CLASSES, 0)
+        self._integral = dict.fromkeys(CLASSES, 0.0)
+        self._started = self._since = clock()
+        self.moves = self.spills = 0
+
+    def _integrate(self) -> None:
+        now = self._clock()
+        for name, count in self.in_flight.items():
+            self._integral[name] += count * (now - self._since)
+        self._since = now
+
+    def start(self, request: str, length: str, on_tail: bool, moved: bool) -> None:
+        """`on_tail`: it runs on a tail replica; `moved`: it left the replica of its earlier tokens."""
+        self.end(request)  # its client died without a release
+        self._running[request] = length
+        self.in_flight[length] += 1
+        self.moves += moved
+        self.spills += on_tail and length != TAIL
+
+    def end(self, request: str) -> None:
+        self._integrate()
+        length = self._running.pop(request, None)
+        if length is not None:
+            self.in_flight[length] -= 1
+
+    def tail_and_rest(self) -> tuple[int, int]:
+        return self.in_flight[TAIL], sum(self.in_flight.values()) - self.in_flight[TAIL]
+
+    def take_metrics(self) -> dict[str, float]:
+        """Mean requests in flight per class, moves and spills since the last call."""
+        self._integrate()
+        seconds = self._since - self._started
+        found = {f"in_flight/{name}": value / seconds if seconds > 0 else 0.0
+                 for name, value in self._integral.items()}
+        found.update(moves=self.moves, spills=self.spills)
+        self._integral, self._started = dict.fromkeys(CLASSES, 0.0), self._since
+        self.moves = self.spills = 0
+        return found
+
+
 def tail_set(pool: Iterable[str], count: int) -> frozenset[str]:
     """The replicas that serve the tail: the first `count` by name, so that a change moves as few as possible."""
     return frozenset(sorted(pool)[:count])

@@ -24,9 +24,10 @@ def build(original):
     @functools.wraps(original)
     async def reset_staleness(self, *args, **kwargs):
         from esgrpo.hooks.verl.rollouter_windows import metrics
+        from esgrpo.hooks.verl.routing_metrics import at_weight_version
 
         timing = await original(self, *args, **kwargs)
-        return {**timing, **await metrics(self, timing)}
+        return {**timing, **await metrics(self, timing), **await at_weight_version(self)}
 
     return reset_staleness
 
