@@ -11,10 +11,11 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
-SLUGS = ("history-saved-at-end", "prompt-forecasts", "prompt-queue", "tail-router")
+SLUGS = ("history-saved-at-end", "prompt-forecasts", "prompt-queue", "tail-router", "rollouter-windows")
 CONCURRENT, GROUP, BUDGET, PROMPTS = 2, 4, 256, 12
-LONG = {3: 200, 7: 120}  # prompt -> response tokens of the few long ones; the others have SHORT
+LONG = {5: 120, 8: 200}  # prompt -> response tokens of the few long ones; the others have SHORT
 SHORT = 20
+OTHERS = 24  # requests of the body class beside four of the tail
 
 
 def config():
@@ -157,7 +158,7 @@ def run_rollouter() -> dict:
             "columns": sorted({key for sample in sent for key in sample.full_batch.non_tensor_batch
                                if key.startswith("esgrpo")}),
             "prompts": len(history) if history else 0, "saved": saved,
-            "posterior": history.posterior(key_of(3)) if history else None,
+            "posterior": history.posterior(key_of(8)) if history else None,
             "metrics": {key: value for key, value in metrics.items() if key.startswith("esgrpo/")}}
 
 
@@ -212,25 +213,30 @@ def drive(balancer, moment) -> dict:
         balancer.release_server(server_id=server, **({"request_id": request} if "request_id" in release else {}))
 
     first = {f"long-{i}": go(f"long-{i}", "tail") for i in range(4)}
-    first |= {f"other-{i}": go(f"other-{i}", "body") for i in range(12)}
+    first |= {f"other-{i}": go(f"other-{i}", "body") for i in range(OTHERS)}
     for _ in range(10):  # time passes: the share adjusts
         moment.now += 1.0
         first["tick"] = go("tick", "short")
         done(first.pop("tick"), "tick")
+    for name in [name for name, server in first.items() if name.startswith("other") and server == "replica-0"]:
+        done(first.pop(name), name)  # the shorter ones end
     again = {}
     for name in [name for name in first if name.startswith("long")]:  # each yields and is submitted again
         done(first[name], name)
         again[name] = go(name, "tail")
     fresh = [go(f"fresh-{i}", "body") for i in range(6)]
     status = balancer.get_status()
+    assert status["total_inflight"] == len(first) + len(fresh)
     known = {"class": type(balancer).__name__, "fields": [acquire, release], "first": first, "again": again,
-             "fresh": fresh, "in_flight": status["total_inflight"]}
+             "fresh": fresh}
+    share_then = balancer._share.replicas if share is not None else 0
     for request, server in {**first, **again, **{f"fresh-{i}": s for i, s in enumerate(fresh)}}.items():
         done(server, request)
     known["left"] = balancer.get_total_inflight()
     balancer.remove_servers(["replica-0", "replica-1", "replica-2"])
     known["alone"] = go("after", "tail")
     known["taken"] = balancer.esgrpo_take_metrics() if hasattr(balancer, "esgrpo_take_metrics") else None
+    known["tail_replicas"] = [share_then, share.replicas if share is not None else 0]
     return known
 
 
@@ -251,7 +257,7 @@ def main(hooked: bool) -> None:
         states = {state["slug"]: state for state in engine.states("rollouter")}
         seen["states"] = {slug: [states[slug]["state"], states[slug]["detail"]] for slug in SLUGS}
         for slug in SLUGS:
-            if states[slug]["state"] == "APPLIED" and slug != "tail-router":
+            if states[slug]["state"] == "APPLIED" and slug != "tail-router":  # nothing names the plugin: no effect
                 engine.revert(slug)
         seen["plain"] = observe(False)
     print(json.dumps(seen))
