@@ -37,6 +37,7 @@ CENSORED_ROUNDS = 3  # Fisher scoring steps per visit; the estimate moves by les
 IMPUTED_LIMIT = math.log(4)  # a response that was cut off counts as at most four times as long as seen
 INTERVAL = 1.2815515655446004  # standard normal quantile of 0.9: the interval holds 80 %
 LOWER, UPPER = 0.1, 0.9
+FULL = 0.8  # share of the budget from which a forecast is tail, however many responses fill the budget
 BLANK_TOKENS = 1024  # forecast before any response was seen and without a budget
 DECIMALS = 4  # of the saved state
 
@@ -190,7 +191,8 @@ class PromptHistory:
                 top = float(self.budget or 2 * BLANK_TOKENS)
                 self._globals = (0.0, top, 1.0, top, max(1.0, top / 2))
             else:
-                self._globals = (at(self.routing.short_quantile), at(self.routing.tail_quantile), at(LOWER), at(UPPER),
+                tail = min(at(self.routing.tail_quantile), FULL * self.budget or math.inf)
+                self._globals = (min(at(self.routing.short_quantile), tail), tail, at(LOWER), at(UPPER),
                                  self.lengths.mean_tokens(self.budget))
         return self._globals
 
