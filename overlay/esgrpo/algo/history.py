@@ -197,9 +197,12 @@ class PromptHistory:
         return self._globals
 
     def to_state(self) -> dict:
-        """Plain JSON; prompts from the least to the most recently observed."""
+        """Plain JSON; prompts from the least to the most recently observed.
+
+        May run in another thread than `observe`, which replaces entries and never changes one.
+        """
         prompts = {key: [*(round(x, DECIMALS) for x in (e.lengths.weight, e.lengths.mean, e.lengths.squares, e.correct,
-                                                         e.wrong)), e.seen] for key, e in self._prompts.items()}
+                                                         e.wrong)), e.seen] for key, e in list(self._prompts.items())}
         return {"state_version": STATE_VERSION, "clock": self._clock, "lengths": self.lengths.to_state(),
                 "prompts": prompts}
 

@@ -171,10 +171,11 @@ class LengthStatistics:
         return weighted / total if total else 0.0
 
     def to_state(self) -> dict:
-        self._rescale()
-        used = {str(index): weight for index, weight in enumerate(self._bins) if weight}
-        return {"bins": used, "all": [self.all.weight, self.all.mean, self.all.squares], "within": self.within,
-                "degrees": self.degrees}
+        """Plain JSON, in units of the newest response; changes nothing."""
+        every = self.all.scaled(1 / self._unit)
+        used = {str(index): weight / self._unit for index, weight in enumerate(self._bins) if weight}
+        return {"bins": used, "all": [every.weight, every.mean, every.squares], "within": self.within / self._unit,
+                "degrees": self.degrees / self._unit}
 
     @classmethod
     def from_state(cls, state: dict) -> LengthStatistics:

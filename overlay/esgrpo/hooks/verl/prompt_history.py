@@ -115,14 +115,14 @@ async def save(owner) -> None:
     if not hasattr(owner, "esgrpo_history_lock"):
         owner.esgrpo_history_lock = asyncio.Lock()
     async with owner.esgrpo_history_lock:
-        await asyncio.to_thread(write_or_say, file, history.to_state())
+        await asyncio.to_thread(write_or_say, file, history)
 
 
-def write_or_say(file: str, state: dict) -> None:
+def write_or_say(file: str, history) -> None:
     from esgrpo.errors import EsgrpoError
 
     try:
-        write(file, state)
+        write(file, history.to_state())
     except OSError as error:
         print(EsgrpoError("prompt-history", str(error), f"{file} written", "a restart would know less of its prompts",
                           "make room or set segment.history.path"), file=sys.stderr, flush=True)
