@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SEGMENT = "+actor_rollout_ref.rollout.segment"
 ON = [f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64"]
+ROUTING = [*ON, f"{SEGMENT}.history.enable=True", f"{SEGMENT}.routing.enable=True",
+           f"{SEGMENT}.routing.tail_share=0.5"]
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 BASE = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=some/model",
         "data.max_response_length=512", "actor_rollout_ref.rollout.calculate_log_probs=True", "trainer.device=cpu",
@@ -33,6 +35,9 @@ REFUSED = {
     "rollout": ([*ON, "actor_rollout_ref.rollout.name=sglang"], ["sglang", "vllm"]),
     "model": ([*ON, "actor_rollout_ref.model.path=/nowhere/at/all"], ["/nowhere/at/all", "directory"]),
     "scalar": ([f"{SEGMENT}=True"], ["segment", "mapping"]),
+    "router": ([*ROUTING, "actor_rollout_ref.rollout.router_config_path=/my/router.yaml"],
+               ["router_config_path", "/my/router.yaml", "routing.enable"]),
+    "deterministic": ([*ROUTING, "actor_rollout_ref.rollout.full_determinism=True"], ["full_determinism"]),
     "path": ([*ON, "+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH=/elsewhere"], ["/elsewhere", "PYTHONPATH"]),
 }
 ACCEPTED = {
@@ -43,6 +48,7 @@ ACCEPTED = {
     "keep": [*ON, f"{SEGMENT}.sync.requests=keep"],
     "keep-nowhere": [*ON, f"{SEGMENT}.sync.requests=keep", "rollout.nnodes=0"],
     "keep-hybrid": [*ON, f"{SEGMENT}.sync.requests=keep", "async_training.use_dynamic_resource_scheduling=True"],
+    "routing": [*ROUTING, "trainer.default_local_dir=routing-run"],
 }
 
 SCRIPT = """
@@ -71,6 +77,7 @@ with initialize_config_dir(os.path.join(os.path.dirname(package.__file__), "conf
             "estimator": str(config.algorithm.adv_estimator),
             "entropy": bool(config.actor_rollout_ref.actor.calculate_entropy),
             "frees": bool(config.actor_rollout_ref.rollout.free_cache_engine),
+            "router": config.actor_rollout_ref.rollout.router_config_path,
             "bypass": bool(config.algorithm.rollout_correction.bypass_mode),
             "passed_on": sorted(config.ray_kwargs.ray_init.runtime_env.env_vars),
             "states": {row["slug"]: row["state"] for row in engine.states("driver")}}
@@ -85,11 +92,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict:
+def answers(tmp_path_factory) -> dict:
     cases = {name: [*BASE, *overrides] for name, (overrides, _) in REFUSED.items()}
     cases |= {name: [*BASE, *overrides] for name, overrides in ACCEPTED.items()}
     result = subprocess.run([sys.executable, "-c", SCRIPT], input=json.dumps(cases), capture_output=True, text=True,
-                            env=environment(), timeout=300)
+                            env=environment(), timeout=300, cwd=tmp_path_factory.mktemp("driver"))
     line = next((x for x in result.stdout.splitlines() if x.startswith("ANSWERS")), None)
     assert line, result.stderr[-3000:]
     return {**json.loads(line.removeprefix("ANSWERS")), "said": result.stderr}
@@ -132,6 +139,18 @@ def test_features_adjust_verl_and_are_passed_on(answers):
 
 def test_the_version_anchor_recomputes_log_probs(answers):
     assert not answers["version"]["bypass"]
+
+
+def test_routing_names_its_router_in_verls_own_key(answers):
+    import yaml
+
+    got = answers["routing"]
+    assert set(got["features"].split(",")) == {"history", "observe", "routing", "segment"}
+    assert got["router"].endswith("routing-run/esgrpo/router.yaml")
+    assert yaml.safe_load(Path(got["router"]).read_text()) == {
+        "router_class": "esgrpo.hooks.verl.tail_router.TailRouter", "seed": 0, "tail_share": 0.5}
+    assert got["states"]["tail-router"] in ("APPLIED", "NOT_NEEDED")
+    assert all(answers[name]["router"] is None for name in ACCEPTED if name != "routing")
 
 
 def test_a_users_mistake_never_ends_in_a_traceback():

@@ -46,6 +46,8 @@ def adjust(config, segment: Segment, features: frozenset[str]):
             yield "actor.calculate_entropy: False -> True, because DMMPTs need the entropy"
     if "keep" in features:
         yield from _kept_requests(config)
+    if "routing" in features:
+        yield from _router(config, segment)
     if (segment.enable or segment.observe) and rollout.name != "vllm":
         _refuse("actor_rollout_ref.rollout.name", rollout.name, "vllm with segment.enable or segment.observe",
                 "use the vllm rollout")
@@ -130,3 +132,29 @@ def _losses(config, segment: Segment, features: frozenset[str]):
         config.algorithm.rollout_correction.bypass_mode = False
         yield ("algorithm.rollout_correction.bypass_mode: True -> False, because pois.anchor=version needs log-probs "
                "under the last synced weights")
+
+
+def _router(config, segment: Segment):
+    """verl's plugin for routers, where it has one; the user's own is never replaced silently."""
+    from esgrpo import engine
+    from esgrpo.hooks.verl import tail_router
+
+    rollout = config.actor_rollout_ref.rollout
+    if tail_router.HOOK.slug in engine.disabled_slugs() or "*" in engine.disabled_slugs():
+        return
+    if "router_config_path" not in rollout:
+        yield "routing: this verl has no rollout.router_config_path, so prompts are ordered and replicas are not chosen"
+        return
+    key = "actor_rollout_ref.rollout"
+    directory = os.environ.get("ESGRPO_RUN_DIR") or os.path.abspath(config.trainer.default_local_dir)
+    ours = tail_router.config_path(directory)
+    if rollout.router_config_path not in (None, "", ours):
+        _refuse(f"{key}.router_config_path", rollout.router_config_path, f"null with {PREFIX}.routing.enable",
+                f"drop your router, or set {PREFIX}.routing.enable=False")
+    if rollout.get("full_determinism", False):
+        _refuse(f"{key}.full_determinism", True, f"False with {PREFIX}.routing.enable",
+                "routing follows the load: drop one of the two")
+    tail_router.write_config(ours, segment)
+    if rollout.router_config_path != ours:
+        rollout.router_config_path = ours
+        yield f"{key}.router_config_path: null -> {ours}, because routing keeps replicas for the tail"

@@ -25,9 +25,11 @@ def build(original):
     async def reset_staleness(self, *args, **kwargs):
         from esgrpo.hooks.verl import prune_metrics
         from esgrpo.hooks.verl.rollouter_windows import metrics
+        from esgrpo.hooks.verl.routing_metrics import at_weight_version
 
         timing = await original(self, *args, **kwargs)
-        return {**timing, **await metrics(self, timing), **prune_metrics.take(self)}
+        return {**timing, **await metrics(self, timing), **prune_metrics.take(self),
+                **await at_weight_version(self)}
 
     return reset_staleness
 
