@@ -73,8 +73,9 @@ class PromptSampler:
         self._waiting: dict[str, float] = {}  # key -> expected share; at most one entry a prompt
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=REPORT_WINDOW)
 
-    def take(self, version: int) -> int:
-        """The next prompt, chosen with what the history knows now. `version` counts weight versions."""
+    def take(self, version: int | None) -> int:
+        """The next prompt, chosen with what the history knows now. `version` counts weight versions; None: the last one
+        that the history was told."""
         if self.rng.random() < self.settings.uniform:
             place = self.rng.randrange(len(self.eligible))
         else:
@@ -92,10 +93,10 @@ class PromptSampler:
         size = len(self.eligible)
         return self.rng.sample(range(size), min(self.settings.candidates, size))
 
-    def _sampled_gain(self, number: int, version: int) -> float:
+    def _sampled_gain(self, number: int, version: int | None) -> float:
         return gain(self.rng.betavariate(*self.history.posterior(self.key_of(number), version)))
 
-    def _note(self, number: int, version: int) -> None:
+    def _note(self, number: int, version: int | None) -> None:
         key = self.key_of(number)
         self.taken += 1
         self._recent.append(number)

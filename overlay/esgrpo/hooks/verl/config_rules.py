@@ -43,9 +43,22 @@ def adjust(config, segment: Segment, features: frozenset[str]):
         if not actor.get("calculate_entropy", False):
             actor.calculate_entropy = True
             yield "actor.calculate_entropy: False -> True, because DMMPTs need the entropy"
+    if segment.sampler.enable:
+        yield from _sampler(config)
     if (segment.enable or segment.observe) and rollout.name != "vllm":
         _refuse("actor_rollout_ref.rollout.name", rollout.name, "vllm with segment.enable or segment.observe",
                 "use the vllm rollout")
+
+
+def _sampler(config):
+    data = config.data
+    if data.get("dataloader_num_workers", 0):
+        found, data.dataloader_num_workers = data.dataloader_num_workers, 0
+        yield (f"data.dataloader_num_workers: {found} -> 0, because workers ask for prompts long before the outcomes "
+               "that they should be chosen by")
+    if not data.shuffle:
+        data.shuffle = True
+        yield f"data.shuffle: False -> True, because with {PREFIX}.sampler.enable prompts are chosen, not read in order"
 
 
 def _losses(config, segment: Segment, features: frozenset[str]):
