@@ -28,6 +28,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.v1_prompt_order",
     "verl.v1_prompt_outcomes",
     "verl.v1_prompt_steps",
+    "verl.legacy_prompt_sampler",
     "verl.legacy_prompt_forecasts",
     "verl.legacy_prompt_outcomes",
     "verl.partial_start",

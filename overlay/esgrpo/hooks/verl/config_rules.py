@@ -52,10 +52,10 @@ def adjust(config, segment: Segment, features: frozenset[str]):
 
 def _sampler(config):
     data = config.data
-    if data.get("dataloader_num_workers", 0):
-        found, data.dataloader_num_workers = data.dataloader_num_workers, 0
-        yield (f"data.dataloader_num_workers: {found} -> 0, because workers ask for prompts long before the outcomes "
-               "that they should be chosen by")
+    workers = data.get("dataloader_num_workers", 0)
+    if workers:
+        yield (f"data.dataloader_num_workers: {workers} -> 0 for training prompts, because workers ask for them long "
+               "before the outcomes that they should be chosen by")
     if not data.shuffle:
         data.shuffle = True
         yield f"data.shuffle: False -> True, because with {PREFIX}.sampler.enable prompts are chosen, not read in order"

@@ -19,7 +19,7 @@ class PromptOrder:
 
     `owner` is the rollouter or trainer that has the prompt history; `version()` is the weight version, None leaves the
     history at the version of its last observation (verl's rollouter does not know the version). A prompt is chosen at
-    the moment it is asked for, so the data loader must not run workers, which ask ahead.
+    the moment it is asked for.
     """
 
     def __init__(self, dataset, owner, version=lambda: None):
@@ -91,6 +91,12 @@ class Takes:
     def load_state_dict(self, state: dict) -> None:
         self.yielded = int(state.get("yielded", 0))
         self.order.restore(state)
+
+
+def with_prompt_order(owner, loader, version=lambda: None):
+    """A data loader like verl's, whose prompts are chosen. Without workers: they ask long before outcomes are known."""
+    return type(loader)(dataset=loader.dataset, batch_size=loader.batch_size, num_workers=0, drop_last=loader.drop_last,
+                        collate_fn=loader.collate_fn, sampler=PromptOrder(loader.dataset, owner, version))
 
 
 def _listen(history, sampler) -> None:

@@ -26,13 +26,10 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     def _init_dataloader(self, *args, **kwargs):
-        from esgrpo.hooks.verl.prompt_order import PromptOrder
+        from esgrpo.hooks.verl.prompt_order import with_prompt_order
 
         result = original(self, *args, **kwargs)
-        old = self.train_dataloader
-        order = PromptOrder(self.train_dataset, self, lambda: self.global_steps)
-        self.train_dataloader = type(old)(dataset=self.train_dataset, batch_size=old.batch_size, drop_last=True,
-                                          num_workers=0, collate_fn=old.collate_fn, sampler=order)
+        self.train_dataloader = with_prompt_order(self, self.train_dataloader, lambda: self.global_steps)
         return result
 
     return _init_dataloader
