@@ -12,8 +12,8 @@ from esgrpo.hooks import HOOK_FILES
 
 HOOKS = Path(importlib.import_module("esgrpo.hooks").__file__).parent
 FILES = sorted(path for path in HOOKS.rglob("*.py") if path.name != "__init__.py")
-PROCESSES = {"driver", "task-runner", "rollouter", "trainer", "actor-worker", "rollout-worker", "agent-loop-worker",
-             "reward-loop-worker", "vllm-server", "engine-core"}
+PROCESSES = {"driver", "task-runner", "v1-task-runner", "legacy-trainer", "rollouter", "trainer", "actor-worker",
+             "rollout-worker", "agent-loop-worker", "reward-loop-worker", "vllm-server", "engine-core"}
 UPSTREAMS = {"verl", "vllm", "vllm_ascend", "torch", "torch_npu", "ray", "transformers", "tensordict", "omegaconf",
              "hydra", "mindspeed", "megatron", "wrapt"}
 DISTRIBUTION_OF = {"recipe": "verl"}  # the recipes of verl <= 0.7.0 are a package beside verl in its repository

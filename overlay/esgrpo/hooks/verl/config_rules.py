@@ -48,6 +48,8 @@ def adjust(config, segment: Segment, features: frozenset[str]):
         yield from _kept_requests(config)
     if "routing" in features:
         yield from _router(config, segment)
+    if segment.sampler.enable:
+        yield from _sampler(config)
     if (segment.enable or segment.observe) and rollout.name != "vllm":
         _refuse("actor_rollout_ref.rollout.name", rollout.name, "vllm with segment.enable or segment.observe",
                 "use the vllm rollout")
@@ -102,6 +104,17 @@ def _pruning(config, segment: Segment):
     if config.algorithm.get("norm_adv_by_std_in_grpo", True):
         yield ("algorithm.norm_adv_by_std_in_grpo: the estimated standard deviation of a pruned group leaves a bias "
                "(python -m bench.estimator_bias measures it); False has none")
+
+
+def _sampler(config):
+    data = config.data
+    workers = data.get("dataloader_num_workers", 0)
+    if workers:
+        yield (f"data.dataloader_num_workers: {workers} -> 0 for training prompts, because workers ask for them long "
+               "before the outcomes that they should be chosen by")
+    if not data.shuffle:
+        data.shuffle = True
+        yield f"data.shuffle: False -> True, because with {PREFIX}.sampler.enable prompts are chosen, not read in order"
 
 
 def _losses(config, segment: Segment, features: frozenset[str]):

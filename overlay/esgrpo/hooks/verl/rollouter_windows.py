@@ -38,6 +38,7 @@ async def metrics(rollouter, timing) -> dict[str, float]:
     import asyncio
 
     from esgrpo.algo.accounting import bubble, sync_counts
+    from esgrpo.hooks.verl import prompt_order
     from esgrpo.hooks.verl.records import write
 
     servers = [server for replica in rollouter.llm_server_manager.get_replicas() for server in replica.servers]
@@ -47,4 +48,5 @@ async def metrics(rollouter, timing) -> dict[str, float]:
     for window in windows:
         write("windows", {**window, "rollouter_paused": paused})
     bubbles = {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate for name, rate in rates.items()}
-    return {**bubbles, **{f"esgrpo/sync/{name}": value for name, value in sync_counts(windows).items()}}
+    return {**bubbles, **{f"esgrpo/sync/{name}": value for name, value in sync_counts(windows).items()},
+            **prompt_order.metrics_of(rollouter)}

@@ -1,0 +1,186 @@
+"""Simulated: what choosing prompts is worth, in groups with gradient per group that was rolled out.
+
+    python -m bench.prompt_sampling [--prompts 2000] [--groups 8000] [--json PATH]
+
+No model is trained here. Each prompt has a probability of a correct response that drifts by itself, the same in every
+arm: on average upwards, as under training, at a pace of its own, with noise. What a chosen prompt teaches is not
+modelled, so the numbers say how well a rule finds prompts with gradient and nothing about rewards. Arms: `uniform` (a
+new shuffle every epoch, as verl does), `greso` (arXiv 2506.02177: a shuffle, of which a prompt is skipped with
+probability 1 - max(p^c, 0.01) after c visits without gradient in a row; p of easy and hard prompts adapts towards a
+share of 0.25 without gradient, one third of them easy), and `sampler` (algo/prompt_sampling.py on algo/history.py).
+Outcomes come back after `--lag` further groups have started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+from collections import Counter, deque
+from pathlib import Path
+
+from esgrpo import config
+from esgrpo.algo.prompt_sampling import PromptSampler, has_gradient
+
+ROOT = Path(__file__).resolve().parent.parent
+SEEDS = (0, 1, 2)
+RESPONSES = 8
+GROUPS_PER_VERSION = 16
+LENGTH = 100  # tokens of every response: lengths play no part here
+# The population: log-odds of a correct response at the start, and their drift per weight version.
+START_MEAN, START_SPREAD = -0.5, 2.5
+DRIFT_MEAN, DRIFT_SPREAD, NOISE = 0.004, 0.004, 0.02
+# GRESO's constants, as read in its code.
+LEAST_CHANCE, TARGET, EASY_PART, STEP, LOWEST, HIGHEST, INITIAL = 0.01, 0.25, 1 / 3, 0.01, 0.05, 0.95, 0.5
+
+
+class Population:
+    """Prompts whose difficulty drifts with the weight version, alike for every rule with the same seed."""
+
+    def __init__(self, prompts: int, seed: int):
+        self.rng = random.Random(f"population {seed}")
+        self.odds = [self.rng.gauss(START_MEAN, START_SPREAD) for _ in range(prompts)]
+        self.pace = [self.rng.gauss(DRIFT_MEAN, DRIFT_SPREAD) for _ in range(prompts)]
+
+    def step(self) -> None:
+        self.odds = [odds + pace + self.rng.gauss(0.0, NOISE)
+                     for odds, pace in zip(self.odds, self.pace, strict=True)]
+
+    def group(self, prompt: int, rng: random.Random) -> list[bool]:
+        chance = 1.0 / (1.0 + math.exp(-self.odds[prompt]))
+        return [rng.random() < chance for _ in range(RESPONSES)]
+
+
+class Uniform:
+    def __init__(self, prompts: int, rng: random.Random):
+        self.prompts, self.rng, self.deck = prompts, rng, []
+
+    def take(self, version: int) -> int:
+        if not self.deck:
+            self.deck = self.rng.sample(range(self.prompts), self.prompts)
+        return self.deck.pop()
+
+    def outcome(self, prompt: int, correct: list[bool], version: int) -> None:
+        pass
+
+
+class Greso(Uniform):
+    """Probabilistic pre-rollout filter; skipping costs nothing."""
+
+    def __init__(self, prompts: int, rng: random.Random):
+        super().__init__(prompts, rng)
+        self.run, self.kind = Counter(), {}
+        self.chance = {"easy": INITIAL, "hard": INITIAL}
+        self.seen = {"easy": 0, "hard": 0, "all": 0}
+
+    def take(self, version: int) -> int:
+        while True:
+            prompt = super().take(version)
+            chance = self.chance[self.kind[prompt]] ** self.run[prompt] if self.run[prompt] else 1.0
+            if self.rng.random() < max(chance, LEAST_CHANCE):
+                return prompt
+
+    def outcome(self, prompt: int, correct: list[bool], version: int) -> None:
+        self.seen["all"] += 1
+        if has_gradient(correct):
+            self.run[prompt] = 0
+        else:
+            self.kind[prompt] = "easy" if correct[0] else "hard"
+            self.run[prompt] += 1
+            self.seen[self.kind[prompt]] += 1
+        if self.seen["all"] == GROUPS_PER_VERSION:
+            for kind, target in (("easy", TARGET * EASY_PART), ("hard", TARGET * (1 - EASY_PART))):
+                above = self.seen[kind] / GROUPS_PER_VERSION >= target
+                moved = self.chance[kind] + (-STEP if above else STEP)
+                self.chance[kind] = min(HIGHEST, max(LOWEST, moved))
+            self.seen = dict.fromkeys(self.seen, 0)
+
+
+class Sampler:
+    def __init__(self, prompts: int, rng: random.Random):
+        from esgrpo.algo.history import PromptHistory
+
+        self.history = PromptHistory(config.History(enable=True))
+        self.sampler = PromptSampler(config.Sampler(enable=True), self.history, rng, prompts, str, RESPONSES)
+        self.take = self.sampler.take
+
+    def outcome(self, prompt: int, correct: list[bool], version: int) -> None:
+        self.history.observe(str(prompt), [LENGTH] * RESPONSES, correct, [False] * RESPONSES, version)
+        self.sampler.outcome(str(prompt), correct)
+
+
+ARMS = {"uniform": Uniform, "greso": Greso, "sampler": Sampler}
+
+
+def run(arm: str, prompts: int, groups: int, lag: int, seed: int) -> dict[str, float]:
+    """One arm, one seed; shares of the rolled-out groups."""
+    rng, population, waiting, taken = random.Random(f"{arm} {seed}"), Population(prompts, seed), deque(), Counter()
+    rule, useful, squares = ARMS[arm](prompts, rng), 0, 0.0
+    for number in range(groups):
+        version = number // GROUPS_PER_VERSION
+        if number and number % GROUPS_PER_VERSION == 0:
+            population.step()
+        prompt = rule.take(version)
+        taken[prompt] += 1
+        correct = population.group(prompt, rng)
+        waiting.append((prompt, correct))
+        useful += has_gradient(correct)
+        share = sum(correct) / RESPONSES
+        squares += share * (1 - share) ** 2
+        if len(waiting) > lag:
+            rule.outcome(*waiting.popleft(), version)
+    found = {"gradient": useful / groups, "gain": squares / groups, "distinct": len(taken) / prompts,
+             "most_often": float(max(taken.values()))}
+    if isinstance(rule, Sampler):
+        reported = rule.sampler.metrics()
+        found |= {"expected": reported["expected_gradient"], "realised": reported["realised_gradient"]}
+    return found
+
+
+def compare(prompts: int, groups: int, lag: int) -> dict[str, dict]:
+    """Mean and the values of all seeds, per arm and measure."""
+    result = {}
+    for arm in ARMS:
+        rows = [run(arm, prompts, groups, lag, seed) for seed in SEEDS]
+        result[arm] = {name: {"mean": round(statistics.fmean(row[name] for row in rows), 4),
+                              "seeds": [round(row[name], 4) for row in rows]} for name in rows[0]}
+    return result
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=2000)
+    parser.add_argument("--groups", type=int, default=8000, help="groups that are rolled out")
+    parser.add_argument("--lag", type=int, default=32, help="groups that start before an outcome is known")
+    parser.add_argument("--json", type=Path, help="write the result here, too")
+    options = parser.parse_args(argv)
+    if min(options.prompts, options.groups) < 1 or options.lag < 0:
+        parser.error("--prompts and --groups must be at least 1, --lag at least 0")
+    found = compare(options.prompts, options.groups, options.lag)
+    print(f"SIMULATED, {len(SEEDS)} seeds, {options.prompts} prompts, {options.groups} groups of {RESPONSES}")
+    for arm, measures in found.items():
+        spread = " .. ".join(f"{value:.3f}" for value in (min(measures["gradient"]["seeds"]),
+                                                          max(measures["gradient"]["seeds"])))
+        print(f"{arm:8} groups with gradient {measures['gradient']['mean']:.3f} ({spread}), p(1-p)^2 "
+              f"{measures['gain']['mean']:.4f}, prompts seen {measures['distinct']['mean']:.2f}, most often "
+              f"{measures['most_often']['mean']:.0f}")
+    if options.json:
+        result = {"simulated": True, "command": f"python -m bench.prompt_sampling --prompts {options.prompts} --groups "
+                  f"{options.groups} --lag {options.lag} --json {options.json}", "commit": commit(), "seeds": SEEDS,
+                  "responses": RESPONSES, "arms": found}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

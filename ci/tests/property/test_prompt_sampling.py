@@ -1,0 +1,192 @@
+"""The prompt sampler as a state machine, its closed forms against simulation, and what it must not do."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from esgrpo import config
+from esgrpo.algo.prompt_sampling import MOST_IN_AN_EPOCH, PromptSampler, gain, gradient_probability, has_gradient
+
+RESPONSES = 8
+
+
+class Counts:
+    """A history without decay: what the contract of algo/history.py promises, and nothing more."""
+
+    def __init__(self, posteriors=None):
+        self.seen = dict(posteriors or {})
+
+    def posterior(self, key, version):
+        return self.seen.get(key, (1.0, 1.0))
+
+    def forecast(self, key, version):
+        return {"known": key in self.seen}
+
+    def observe(self, key, correct):
+        alpha, beta = self.seen.get(key, (1.0, 1.0))
+        self.seen[key] = alpha + sum(correct), beta + len(correct) - sum(correct)
+
+
+def sampler(prompts, seed=0, history=None, **settings):
+    return PromptSampler(config.Sampler(enable=True, **settings), Counts() if history is None else history,
+                         random.Random(seed), prompts, str, RESPONSES)
+
+
+class Prompts(RuleBasedStateMachine):
+    @initialize(prompts=st.integers(1, 12), candidates=st.integers(2, 6), uniform=st.floats(0, 1),
+                seed=st.integers(0, 99))
+    def start(self, prompts, candidates, uniform, seed):
+        self.history = Counts()
+        self.sampler = sampler(prompts, seed, self.history, candidates=candidates, uniform=uniform)
+        self.settings = {"candidates": candidates, "uniform": uniform}
+        self.prompts, self.taken, self.version = prompts, [], 0
+
+    @rule()
+    def take(self):
+        number = self.sampler.take(self.version)
+        assert 0 <= number < self.prompts
+        self.taken.append(number)
+
+    @rule(data=st.data())
+    def outcome(self, data):
+        key = str(data.draw(st.integers(0, self.prompts - 1)))
+        correct = data.draw(st.lists(st.booleans(), max_size=RESPONSES))
+        self.history.observe(key, correct)
+        self.sampler.outcome(key, correct)
+
+    @rule()
+    def restart(self):
+        """Through JSON into a new sampler: the sequence goes on as it would have."""
+        state = json.loads(json.dumps(self.sampler.to_state()))
+        other = sampler(self.prompts, 12345, self.history, **self.settings)
+        other.restore(state)
+        assert other.to_state() == self.sampler.to_state()
+        self.sampler = other
+
+    @invariant()
+    def nothing_is_lost_or_twice(self):
+        if hasattr(self, "sampler"):
+            assert sorted([*self.sampler.eligible, *self.sampler.resting]) == list(range(self.prompts))
+            assert self.sampler.eligible and self.sampler.taken == len(self.taken)
+
+    @invariant()
+    def at_most_twice_in_one_epoch(self):
+        if hasattr(self, "sampler") and self.taken:
+            assert max(Counter(self.taken[-self.prompts:]).values()) <= MOST_IN_AN_EPOCH or self.prompts == 1
+
+    @invariant()
+    def shares_are_shares(self):
+        if hasattr(self, "sampler"):
+            assert all(-1e-9 <= value <= 1 + 1e-9 for value in self.sampler.metrics().values())
+
+
+TestPrompts = Prompts.TestCase
+
+
+def test_without_resting_the_limit_would_not_hold():
+    """Negative control: the same choices without a rest take one prompt more often."""
+    history = Counts({str(n): (1.0, 2.0) if n == 0 else (500.0, 1.0) for n in range(10)})
+    restless = sampler(10, history=history, candidates=10, uniform=0.0)
+    restless.rest = 0
+    assert Counter(restless.take(0) for _ in range(10))[0] > MOST_IN_AN_EPOCH
+    resting = sampler(10, history=history, candidates=10, uniform=0.0)
+    taken = [resting.take(0) for _ in range(100)]
+    assert max(max(Counter(taken[at:at + 10]).values()) for at in range(90)) == MOST_IN_AN_EPOCH
+
+
+@given(st.integers(0, 10_000))
+def test_one_seed_one_sequence(seed):
+    first, second = sampler(7, seed), sampler(7, seed)
+    assert [first.take(0) for _ in range(30)] == [second.take(0) for _ in range(30)]
+
+
+def test_a_restart_is_not_seen():
+    history = Counts({str(n): (1.0 + n, 9.0) for n in range(20)})
+    whole, cut = sampler(20, 3, history), sampler(20, 3, history)
+    expected = [whole.take(0) for _ in range(80)]
+    found = [cut.take(0) for _ in range(33)]
+    state = cut.to_state()
+    fresh = sampler(20, 99, history)
+    assert [fresh.take(0) for _ in range(47)] != expected[33:]  # negative control: without the state it is seen
+    fresh.restore(state)
+    assert found + [fresh.take(0) for _ in range(47)] == expected
+
+
+@pytest.mark.parametrize("damage", [{"prompts": 6}, {"state_version": 9}, {"eligible": [0, 0, 1, 2, 3]},
+                                    {"resting": [0, 1, 2, 3, 4, 5]}])
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage):
+    mine = sampler(5)
+    mine.take(0)
+    before = mine.to_state()
+    with pytest.raises(ValueError, match="prompts"):
+        mine.restore({**before, **damage})
+    assert mine.to_state() == before
+
+
+def test_every_prompt_keeps_a_chance():
+    """Hopeless and solved prompts are taken at least as often as the uniform share alone would take them."""
+    hard, easy = {str(n): (1.0, 4000.0) for n in range(5)}, {str(n): (4000.0, 1.0) for n in range(5, 10)}
+    history = Counts({**hard, **easy, **{str(n): (10.0, 20.0) for n in range(10, 40)}})
+    settings = {"candidates": 4, "uniform": 0.2}
+    mine = sampler(40, 1, history, **settings)
+    takes = 20_000
+    counts = Counter(mine.take(0) for _ in range(takes))
+    least = takes * settings["uniform"] / 40  # at most 40 prompts are eligible
+    assert min(counts[n] for n in range(40)) > least / 2
+    without = sampler(40, 1, history, candidates=4, uniform=0.0)
+    rare = Counter(without.take(0) for _ in range(takes))
+    assert sum(rare[n] for n in range(10)) < sum(counts[n] for n in range(10))  # what the uniform share is for
+
+
+def test_prompts_that_give_a_gradient_are_preferred():
+    history = Counts({str(n): (30.0, 60.0) if n % 2 else (5000.0, 1.0) for n in range(40)})
+    uniform = sampler(40, 2, history, uniform=1.0)  # negative control: no choice at all
+    chosen = sampler(40, 2, history, uniform=0.1)
+    share = {name: sum(one.take(0) % 2 for _ in range(4000)) / 4000 for name, one in
+             (("chosen", chosen), ("uniform", uniform))}
+    assert share["chosen"] > 0.65 and abs(share["uniform"] - 0.5) < 0.05
+
+
+def test_the_gain_is_largest_at_one_third():
+    grid = [n / 3000 for n in range(3001)]
+    assert max(grid, key=gain) == 1000 / 3000
+    assert gain(0.3) > gain(0.7)  # unlike p (1 - p)
+
+
+@pytest.mark.parametrize("alpha, beta", [(1.0, 1.0), (0.5, 3.0), (40.0, 10.0)])
+def test_the_closed_form_is_what_a_simulation_gives(alpha, beta):
+    rng, runs, hits = random.Random(5), 40_000, 0
+    for _ in range(runs):
+        p = rng.betavariate(alpha, beta)
+        hits += has_gradient([rng.random() < p for _ in range(RESPONSES)])
+    expected = gradient_probability(alpha, beta, RESPONSES)
+    assert abs(hits / runs - expected) < 3 * (expected * (1 - expected) / runs) ** 0.5
+
+
+def test_reports():
+    history = Counts({"0": (1.0, 1.0)})
+    mine = sampler(4, 0, history, uniform=1.0)
+    assert mine.metrics() == {}
+    numbers = [mine.take(0) for _ in range(4)]
+    found = mine.metrics()
+    assert found["unseen"] == sum(n != 0 for n in numbers) / 4
+    assert found["coverage"] == len(set(numbers)) / 4
+    mine.outcome(str(numbers[0]), [True, None, False])
+    mine.outcome(str(numbers[1]), [True, None, True])
+    mine.outcome("never taken", [True, False])
+    found = mine.metrics()
+    assert found["realised_gradient"] == 0.5
+    assert found["expected_gradient"] == pytest.approx(gradient_probability(1.0, 1.0, RESPONSES))
+
+
+def test_unknown_outcomes_say_nothing():
+    assert has_gradient([True, False]) and has_gradient([None, 1, 0])
+    assert not has_gradient([]) and not has_gradient([True, None]) and not has_gradient(itertools.repeat(False, 3))

@@ -1,0 +1,155 @@
+"""Which prompt comes next: Thompson sampling of the expected gradient (VADE, arXiv 2511.18902).
+
+A group whose responses all score the same has no advantage. VADE keeps Beta(alpha, beta) of P(correct) per prompt,
+samples p from it and takes the prompts with the largest gain p (1 - p)^2, which for binary rewards and un-normalised
+advantages is E[A^2; correct] and has its maximum at p = 1/3. The paper's decay equations and constants could not be
+read: the posterior comes decayed from the prompt history, with constants of our own.
+
+Selection alone would take the best prompts over and over. A prompt that was taken therefore rests until REST_SHARE of
+the data set's size have been taken after it. Pure: the random generator is injected.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+REST_SHARE = 0.5  # of the prompts: with at least half of them in between, no window of one epoch has a prompt thrice
+MOST_IN_AN_EPOCH = 2  # what REST_SHARE implies
+REPORT_WINDOW = 1000  # groups that the reported shares are computed from
+STATE_VERSION = 1
+
+
+def gain(p: float) -> float:
+    """E[A^2; correct] of a prompt whose responses are correct with probability p; largest at p = 1/3."""
+    return p * (1.0 - p) ** 2
+
+
+def _log_rising(x: float, n: int) -> float:
+    """log of x (x + 1) ... (x + n - 1)."""
+    return math.lgamma(x + n) - math.lgamma(x)
+
+
+def gradient_probability(alpha: float, beta: float, responses: int) -> float:
+    """P(a group of this many responses has correct and wrong ones) when p ~ Beta(alpha, beta)."""
+    total = _log_rising(alpha + beta, responses)
+    all_correct = math.exp(_log_rising(alpha, responses) - total)
+    all_wrong = math.exp(_log_rising(beta, responses) - total)
+    return min(1.0, max(0.0, 1.0 - all_correct - all_wrong))
+
+
+def has_gradient(correct: Iterable) -> bool:
+    """True when responses of both kinds are among these; None (unknown, for instance pruned) says nothing."""
+    return len({bool(value) for value in correct if value is not None}) > 1
+
+
+class PromptSampler:
+    """Draws prompts, numbered 0 to prompts - 1, one at a time and only when asked: no look-ahead of its own.
+
+    `history` answers posterior(key, version) -> (alpha, beta) and forecast(key, version) -> {"known": bool, ...};
+    `key_of(number)` is the prompt's key in it. `settings` is config.Sampler. `responses` is the size of a group; None
+    while it is not known, then nothing is expected of it.
+
+    Invariants: every prompt is either eligible or resting; among any `prompts` takes in a row, none stands more than
+    MOST_IN_AN_EPOCH times; every eligible prompt is the next one with probability of at least
+    settings.uniform / (eligible prompts); the same seed, history and questions give the same prompts; to_state and
+    restore continue a sequence as if it had not been interrupted.
+    """
+
+    def __init__(self, settings, history, rng: random.Random, prompts: int, key_of: Callable[[int], str],
+                 responses: int | None):
+        if prompts < 1:
+            raise ValueError(f"{prompts} prompts, wanted at least 1")
+        self.settings, self.history, self.rng = settings, history, rng
+        self.prompts, self.key_of, self.responses = prompts, key_of, responses
+        self.rest = int(prompts * REST_SHARE)
+        self.eligible = list(range(prompts))
+        self.resting: deque[int] = deque()
+        self.taken = 0
+        self._recent: deque[int] = deque()  # the last `prompts` takes
+        self._counts: Counter[int] = Counter()  # of what stands in _recent
+        self._unseen: deque[bool] = deque(maxlen=REPORT_WINDOW)
+        self._waiting: dict[str, float] = {}  # key -> expected share; at most one entry a prompt
+        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=REPORT_WINDOW)
+
+    def take(self, version: int | None) -> int:
+        """The next prompt, chosen with what the history knows now. `version` counts weight versions; None: the last one
+        that the history was told."""
+        if self.rng.random() < self.settings.uniform:
+            place = self.rng.randrange(len(self.eligible))
+        else:
+            place = max(self._candidates(), key=lambda at: self._sampled_gain(self.eligible[at], version))
+        number = self.eligible[place]
+        self.eligible[place] = self.eligible[-1]
+        self.eligible.pop()
+        self.resting.append(number)
+        if len(self.resting) > self.rest:
+            self.eligible.append(self.resting.popleft())
+        self._note(number, version)
+        return number
+
+    def _candidates(self) -> list[int]:
+        size = len(self.eligible)
+        return self.rng.sample(range(size), min(self.settings.candidates, size))
+
+    def _sampled_gain(self, number: int, version: int | None) -> float:
+        return gain(self.rng.betavariate(*self.history.posterior(self.key_of(number), version)))
+
+    def _note(self, number: int, version: int | None) -> None:
+        key = self.key_of(number)
+        self.taken += 1
+        self._recent.append(number)
+        self._counts[number] += 1
+        if len(self._recent) > self.prompts:
+            old = self._recent.popleft()
+            self._counts[old] -= 1
+            if not self._counts[old]:
+                del self._counts[old]
+        self._unseen.append(not self.history.forecast(key, version)["known"])
+        if self.responses is not None:
+            self._waiting[key] = gradient_probability(*self.history.posterior(key, version), self.responses)
+
+    def outcome(self, key: str, correct: Iterable) -> None:
+        """A group of this prompt ended; `correct` has one entry per response, None where it is unknown."""
+        expected = self._waiting.pop(key, None)
+        if expected is not None:
+            self._outcomes.append((expected, has_gradient(correct)))
+
+    def metrics(self) -> dict[str, float]:
+        """Shares in [0, 1]. Expected and realised are of the same groups: those whose outcome came back.
+
+        unseen: takes of prompts without history; coverage: distinct prompts among the last one epoch's takes, over
+        the takes; entropy: of the same takes, over its largest possible value (1 for an epoch without repetition).
+        """
+        shares = {}
+        if self._unseen:
+            takes = len(self._recent)
+            entropy = math.log(takes) - sum(c * math.log(c) for c in self._counts.values()) / takes
+            shares = {"unseen": sum(self._unseen) / len(self._unseen), "coverage": len(self._counts) / takes,
+                      "entropy": entropy / math.log(takes) if takes > 1 else 1.0}
+        if self._outcomes:
+            number = len(self._outcomes)
+            shares["expected_gradient"] = sum(expected for expected, _ in self._outcomes) / number
+            shares["realised_gradient"] = sum(realised for _, realised in self._outcomes) / number
+        return shares
+
+    def to_state(self) -> dict:
+        """JSON-able. What is reported is not kept: groups in flight are lost at a restart, and their outcomes too."""
+        kind, words, gauss = self.rng.getstate()
+        return {"state_version": STATE_VERSION, "prompts": self.prompts, "taken": self.taken,
+                "eligible": list(self.eligible), "resting": list(self.resting), "rng": [kind, list(words), gauss]}
+
+    def restore(self, state: dict) -> None:
+        """Continue from to_state. Raises ValueError for another version or data set; nothing is changed then."""
+        found = state.get("state_version"), state.get("prompts")
+        if found != (STATE_VERSION, self.prompts):
+            raise ValueError(f"state version {found[0]} of {found[1]} prompts, "
+                             f"wanted version {STATE_VERSION} of {self.prompts} prompts")
+        eligible, resting = list(state["eligible"]), deque(state["resting"])
+        if sorted([*eligible, *resting]) != list(range(self.prompts)) or len(resting) > self.rest:
+            raise ValueError(f"{len(eligible)} eligible and {len(resting)} resting prompts do not make up the data")
+        kind, words, gauss = state["rng"]
+        self.rng.setstate((kind, tuple(words), gauss))
+        self.eligible, self.resting, self.taken = eligible, resting, int(state["taken"])

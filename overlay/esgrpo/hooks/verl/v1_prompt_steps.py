@@ -1,0 +1,41 @@
+"""Once per step of verl's v1 trainers: the prompt history is saved, and the prompt sampler's metrics are logged."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="v1-prompt-steps",
+    target="verl.trainer.ppo.v1.trainer_base:PPOTrainer._consume_sync_metrics",
+    process=("v1-task-runner",),
+    kind="wrap",
+    why="the end of a step, and what it returns is logged; verl knows neither the history nor the sampler",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "cf41f546c2b4b19b"}),),
+    remove_when="verl keeps a history of its prompts",
+    features=("history",),
+    relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",),
+    without=(("<0.9", "these releases have no v1 trainers"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def _consume_sync_metrics(self, *args, **kwargs):
+        from esgrpo.hooks.verl.prompt_order import metrics_of
+        from esgrpo.hooks.verl.v1_prompt_steps import save
+
+        save(self)
+        return {**original(self, *args, **kwargs), **metrics_of(self)}
+
+    return _consume_sync_metrics
+
+
+def save(trainer) -> None:
+    """Write the history, if there is one and a place for it."""
+    from esgrpo.hooks.verl import prompt_history
+
+    file, history = prompt_history.path(), getattr(trainer, "esgrpo_history", None)
+    if file is not None and history is not None:
+        prompt_history.write_or_say(file, history.to_state())
