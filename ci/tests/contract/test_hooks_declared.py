@@ -12,12 +12,12 @@ from esgrpo.hooks import HOOK_FILES
 
 HOOKS = Path(importlib.import_module("esgrpo.hooks").__file__).parent
 FILES = sorted(path for path in HOOKS.rglob("*.py") if path.name != "__init__.py")
-PROCESSES = {"driver", "task-runner", "rollouter", "trainer", "actor-worker", "rollout-worker", "agent-loop-worker",
-             "reward-loop-worker", "vllm-server", "engine-core"}
+PROCESSES = {"driver", "task-runner", "v1-task-runner", "rollouter", "trainer", "actor-worker", "rollout-worker",
+             "agent-loop-worker", "reward-loop-worker", "vllm-server", "engine-core"}
 UPSTREAMS = {"verl", "vllm", "vllm_ascend", "torch", "torch_npu", "ray", "transformers", "tensordict", "omegaconf",
              "hydra", "mindspeed", "megatron", "wrapt"}
 DISTRIBUTION_OF = {"recipe": "verl"}  # the recipes of verl <= 0.7.0 are a package beside verl in its repository
-FEATURES = {"cpu", "npu", "observe", "segment", "prune", "yield", "dmmpt", "pois", "sais"}
+FEATURES = {"cpu", "npu", "v1", "observe", "segment", "prune", "yield", "dmmpt", "pois", "sais"}
 # 0, 1 and -1 index and count; anything else is a decision, and decisions live in algo/ or in the config.
 PLAIN_NUMBERS = {0, 1, -1}
 

@@ -33,6 +33,7 @@ class Member:
     rule: str = ""
     spans: list[list[int]] = field(default_factory=list)  # [weight version, tokens], oldest first
     started: float = field(default_factory=time.time)
+    score: float | None = None  # set under verl's v1, where nothing but the TransferQueue gets the row
     version: int | None = None  # set where no attempt lives through a weight sync: all its tokens are of this version
 
     @classmethod

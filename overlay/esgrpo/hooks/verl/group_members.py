@@ -79,6 +79,9 @@ async def run_member(original, worker, group: str, args, kwargs):
         ask = coordinator.leave(group, number, outcome)
     if ask:
         await finish_members(worker, group, ask, "group", await servers_of(worker))
+    if output is None:  # verl's v1: v1-response-rows has put the summary into the row
+        write("responses", {**member.summary(), "score": member.score})
+        return None
     if member.spans and member.spans[0][0] >= 0:  # verl's range starts with the version at the end of an attempt
         output.extra_fields["min_global_steps"] = member.spans[0][0]
     summary = member.summary()
