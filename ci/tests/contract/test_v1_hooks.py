@@ -125,7 +125,8 @@ def test_pruned_rows_are_masked_before_verl_reads_the_batch(queue, monkeypatch):
             row["response_mask"] = torch.ones_like(row["response_mask"])
         monkeypatch.setenv("ESGRPO_SEGMENT", settings)
         assert v1_masked_rows.build(original)(SimpleNamespace(), batch, metrics={}) is batch
-    assert seen == [{"a_0_0": 3, "a_1_0": 0, "b_0_0": 2, "pad_0_0": 1}, {"a_0_0": 3, "a_1_0": 2, "b_0_0": 2, "pad_0_0": 1}]
+    assert seen == [{"a_0_0": 3, "a_1_0": 0, "b_0_0": 2, "pad_0_0": 1},
+                    {"a_0_0": 3, "a_1_0": 2, "b_0_0": 2, "pad_0_0": 1}]
 
 
 def test_masking_writes_both_masks_and_says_which(queue):

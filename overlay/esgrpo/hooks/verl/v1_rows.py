@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+AFTER_UID = 2  # session and index follow the uid, which may hold underscores itself
 
 def real_keys(batch) -> list[str]:
     """Keys of a KVBatchMeta without the synthetic rows that verl pads a batch with."""
@@ -11,7 +12,7 @@ def real_keys(batch) -> list[str]:
 
 
 def group_of(key: str) -> str:
-    return key.rsplit("_", 2)[0]
+    return key.rsplit("_", AFTER_UID)[0]
 
 
 def final_keys(keys) -> list[str]:
