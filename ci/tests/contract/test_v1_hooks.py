@@ -23,6 +23,7 @@ from esgrpo.hooks.verl import (  # noqa: E402
     v1_advantage,
     v1_carry_checkpoint,
     v1_carry_over,
+    v1_failure,
     v1_masked_rows,
     v1_response_rows,
     v1_standalone_start,
@@ -337,6 +338,56 @@ def test_a_sampler_of_the_users_own_keeps_its_own_rules(queue, tmp_path):
     trainer = Trainer(queue, tmp_path)
     trainer.replay_buffer = SimpleNamespace()
     assert v1_carry_over.pool_of(trainer) is None
+
+
+# groups that fail
+
+
+def rounds(monkeypatch, queue, tmp_path, hooked: bool) -> int:
+    """Lets group after group fail; returns how many verl submitted until one was fine."""
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+    if hooked:
+        monkeypatch.setattr(ReplayBuffer, "_evict_terminal_groups",
+                            v1_failure.build(ReplayBuffer._evict_terminal_groups))
+    trainer, replaced = Trainer(queue, tmp_path, threshold=None), []
+
+    def refill(count: int) -> None:
+        for name in trainer.submit(count):
+            replaced.append(name)
+            if len(replaced) > LONG:
+                trainer.complete(name)
+            else:
+                queue.tags[name]["status"] = "failure"
+
+    trainer.replay_buffer.refill_fn = refill
+    refill(1)
+    trainer.step(1)
+    return len(replaced)
+
+
+LONG = 50  # replaced groups after which the scene ends by itself: more than the hook allows in a row
+
+
+def test_a_run_in_which_every_group_fails_ends(monkeypatch, queue, tmp_path):
+    from esgrpo.errors import EsgrpoError
+
+    with pytest.raises(EsgrpoError, match="32 prompt groups failed in a row"):
+        rounds(monkeypatch, queue, tmp_path, hooked=True)
+
+
+def test_without_the_hook_verl_goes_on(monkeypatch, queue, tmp_path):
+    assert rounds(monkeypatch, queue, tmp_path, hooked=False) > LONG
+
+
+def test_a_group_that_ends_well_starts_the_count_anew():
+    from esgrpo.algo.failures import FailureStreak
+
+    streak = FailureStreak(3)
+    assert not streak.observe({"a", "b"}, ())
+    assert not streak.observe({"c"}, {"good"})
+    assert not streak.observe({"d"}, {"good"})
+    assert streak.in_a_row == 2 and streak.observe({"e"}, {"good"}) and not streak.observe((), {"good", "other"})
 
 
 # handshake
