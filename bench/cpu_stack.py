@@ -42,6 +42,27 @@ _CPU = [
 ]
 
 
+def _task(model, train_file, val_file, reward_file, run_dir, prompt_length, response_length, group_size, mini_batch,
+          learning_rate, max_num_seqs) -> list[str]:
+    """What every trainer is told in the same words: GRPO on this data with this model."""
+    rollout = "actor_rollout_ref.rollout"
+    return [
+        "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=False", "actor_rollout_ref.actor.use_kl_loss=False",
+        f"data.train_files={train_file}", f"data.val_files={val_file}",
+        f"data.max_prompt_length={prompt_length}", f"data.max_response_length={response_length}",
+        "data.dataloader_num_workers=0",
+        f"actor_rollout_ref.model.path={model}", f"reward.custom_reward_function.path={reward_file}",
+        f"actor_rollout_ref.actor.optim.lr={learning_rate}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=16",
+        f"{rollout}.max_model_len={prompt_length + response_length}", f"{rollout}.max_num_batched_tokens=1024",
+        f"{rollout}.max_num_seqs={max_num_seqs}", f"{rollout}.calculate_log_probs=True", f"{rollout}.n={group_size}",
+        "trainer.total_epochs=1000", "trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1",
+        "trainer.resume_mode=disable", f"trainer.default_local_dir={run_dir}", 'trainer.logger=["console"]',
+    ]
+
+
 def fully_async(model: str, train_file: str, val_file: str, reward_file: str, run_dir: str, *,
                 prompt_length: int = 64, response_length: int = 512, group_size: int = 8, mini_batch: int = 8,
                 rollout_steps: int = 1_000_000, staleness: float = 0.5, sync_every: int = 1, concurrent: int = 8,
@@ -55,24 +76,46 @@ def fully_async(model: str, train_file: str, val_file: str, reward_file: str, ru
         *_CPU,
         "actor_rollout_ref.hybrid_engine=False", "+ray_kwargs.ray_init.num_gpus=2",
         f"{rollout}.checkpoint_engine.backend=cpu_zmq",
-        "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=False", "actor_rollout_ref.actor.use_kl_loss=False",
-        f"data.train_files={train_file}", f"data.val_files={val_file}",
-        f"data.max_prompt_length={prompt_length}", f"data.max_response_length={response_length}",
-        "data.dataloader_num_workers=0", "data.train_batch_size=0", "data.gen_batch_size=1",
-        f"actor_rollout_ref.model.path={model}", f"reward.custom_reward_function.path={reward_file}",
-        f"actor_rollout_ref.actor.optim.lr={learning_rate}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu=16",
-        f"{rollout}.max_model_len={prompt_length + response_length}", f"{rollout}.max_num_batched_tokens=1024",
-        f"{rollout}.max_num_seqs={max_num_seqs}", f"{rollout}.calculate_log_probs=True", f"{rollout}.n={group_size}",
+        *_task(model, train_file, val_file, reward_file, run_dir, prompt_length, response_length, group_size,
+               mini_batch, learning_rate, max_num_seqs),
+        "data.train_batch_size=0", "data.gen_batch_size=1",
         "rollout.nnodes=1", "rollout.n_gpus_per_node=1", f"rollout.n={group_size}",
         f"rollout.total_rollout_steps={rollout_steps}",
         f"async_training.staleness_threshold={staleness}", f"async_training.trigger_parameter_sync_step={sync_every}",
         "async_training.require_batches=1", "async_training.partial_rollout=True",
         f"async_training.concurrent_samples_per_replica={concurrent}",
-        "trainer.total_epochs=1000", "trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1",
-        "trainer.resume_mode=disable", f"trainer.default_local_dir={run_dir}", 'trainer.logger=["console"]',
+    ]
+
+
+def v1(mode: str, model: str, train_file: str, val_file: str, reward_file: str, run_dir: str, *,
+       prompt_length: int = 64, response_length: int = 512, group_size: int = 8, mini_batch: int = 8,
+       steps: int = 1_000_000, sync_every: int = 1, warmup: float = 1.0, off_policy: int = 8, strategy: str = "drop",
+       learning_rate: float = 3e-4, max_num_seqs: int = 64) -> list[str]:
+    """Overrides of verl's v1 trainers; `mode` is sync, colocate_async or separate_async (one standalone replica).
+
+    Lengths are tokens, `mini_batch` is prompts (groups of `group_size` responses), `steps` and `off_policy` are weight
+    versions, `sync_every` is optimiser steps per weight version, `warmup` is batches in flight before the first step.
+    """
+    rollout = "actor_rollout_ref.rollout"
+    modes = {
+        "sync": ["+ray_kwargs.ray_init.num_gpus=1"],
+        "colocate_async": ["+ray_kwargs.ray_init.num_gpus=1", f"trainer.v1.colocate_async.num_warmup_batches={warmup}"],
+        "separate_async": [
+            "+ray_kwargs.ray_init.num_gpus=2", "actor_rollout_ref.hybrid_engine=False", f"{rollout}.nnodes=1",
+            f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend=cpu_zmq",
+            f"trainer.v1.separate_async.num_warmup_batches={warmup}",
+            f"trainer.v1.separate_async.parameter_sync_step={sync_every}"],
+    }
+    batch = mini_batch * (sync_every if mode == "separate_async" else 1)
+    return [
+        *_CPU, *modes[mode], "trainer.use_v1=True", f"trainer.v1.trainer_mode={mode}",
+        f"trainer.v1.sampler.max_off_policy_threshold={off_policy}",
+        f"trainer.v1.sampler.max_off_policy_strategy={strategy}",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "algorithm.rollout_correction.bypass_mode=True",
+        *_task(model, train_file, val_file, reward_file, run_dir, prompt_length, response_length, group_size,
+               mini_batch, learning_rate, max_num_seqs),
+        f"data.train_batch_size={batch}", f"trainer.total_training_steps={steps}",
     ]
 
 

@@ -39,6 +39,9 @@ class Member:
     forecast: dict | None = None  # of this prompt, from the history; None when it is off
     decision: dict | None = None  # of the audit, plain: rule, prune, keep_probability, reason, tokens, pivot
     length_class: str = ""  # set when the group moves it; empty: the forecast's
+    written: bool = False  # verl's v1: the row is on its way into the TransferQueue, no verdict can change it
+    score: float | None = None  # with acc, under v1 only, where nothing but the TransferQueue gets the row
+    acc: object = None
     version: int | None = None  # set where no attempt lives through a weight sync: all its tokens are of this version
 
     @classmethod
@@ -93,8 +96,13 @@ class Member:
 
     @property
     def doomed(self) -> bool:
-        """A coin has fallen against it: it counts as pruned even if it ended before the engine heard of it."""
+        """A coin has fallen against it."""
         return self.decision is not None and self.decision["prune"]
+
+    def settle(self) -> None:
+        """Nothing more will be decoded: a verdict stands, also when it ended before the engine heard of it."""
+        if self.doomed:
+            self.outcome, self.rule = "prune", self.decision["rule"]
 
     def summary(self) -> dict:
         decision = self.decision or {}

@@ -36,6 +36,8 @@ def adjust(config, segment: Segment, features: frozenset[str]):
             _refuse("algorithm.adv_estimator", estimator, "grpo or grpo_segment with pruning on",
                     f"set it, or switch {PREFIX}.prune off")
     yield from _pruning(config, segment)
+    if "v1" in features:
+        yield from _v1(config, features)
     if features & {"pois", "sais"}:
         yield from _losses(config, segment, features)
     if "dmmpt" in features:
@@ -115,6 +117,22 @@ def _sampler(config):
     if not data.shuffle:
         data.shuffle = True
         yield f"data.shuffle: False -> True, because with {PREFIX}.sampler.enable prompts are chosen, not read in order"
+
+
+def _v1(config, features: frozenset[str]):
+    """verl's sync trainer ends a step with nothing unfinished: what carries over is its colocate_async trainer."""
+    v1 = config.trainer.v1
+    if "yield" in features and v1.trainer_mode == "sync":
+        v1.trainer_mode = "colocate_async"
+        yield ("trainer.v1.trainer_mode: sync -> colocate_async, because boundary=yield carries unfinished groups over "
+               f"({v1.colocate_async.num_warmup_batches} batches ahead, trainer.v1.colocate_async.num_warmup_batches)")
+    if v1.trainer_mode == "sync":
+        return
+    sampler = v1.sampler
+    warmup = v1[v1.trainer_mode].num_warmup_batches
+    if sampler.max_off_policy_threshold is not None and sampler.max_off_policy_strategy == "wait" and warmup > 0:
+        yield (f"trainer.v1.sampler.max_off_policy_strategy=wait lets a complete group queue for up to {warmup} more "
+               f"steps: a trained group spans at most {sampler.max_off_policy_threshold} + {warmup} weight versions")
 
 
 def _losses(config, segment: Segment, features: frozenset[str]):

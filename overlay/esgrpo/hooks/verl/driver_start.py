@@ -23,6 +23,7 @@ HOOK = Hook(
 )
 
 HANDSHAKES = ("worker-handshake", "partial-handshake")  # the second one is that of verl 0.7.0
+V1_HANDSHAKE = "v1-handshake"
 
 
 def build(original):
@@ -54,6 +55,9 @@ def prepare(config) -> None:
     segment = settings.parse(raw, config.data.max_response_length)
     loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     features = settings.features(segment, loss_mode)
+    v1 = is_v1(config)
+    if features and v1:
+        features |= {"v1"}
     _adjust(config, segment, features)
     os.environ[settings.ENV_SEGMENT] = settings.to_json(segment)
     os.environ[settings.ENV_FEATURES] = ",".join(sorted(features))
@@ -62,11 +66,12 @@ def prepare(config) -> None:
     _reach_every_worker(config)
     engine.refresh()
     rows = engine.states("driver")
-    states = {row["state"] for row in rows if row["slug"] in HANDSHAKES}
+    states = {row["state"] for row in rows if row["slug"] in ((V1_HANDSHAKE,) if v1 else HANDSHAKES)}
     state = ", ".join(sorted(states))
     if features and not states & {engine.State.APPLIED.value, engine.State.DISABLED.value} and engine.strict():
-        raise engine.HookError("worker-handshake", f"{state}: this main is not verl's fully-async one",
-                               "python -m verl.experimental.fully_async_policy.fully_async_main",
+        raise engine.HookError("worker-handshake", f"{state}: this main is neither verl's fully-async one nor that of "
+                               "its v1 trainers", "python -m verl.experimental.fully_async_policy.fully_async_main or "
+                               "python -m verl.trainer.main_ppo with trainer.use_v1=True",
                                "nothing would confirm the hooks of the workers, the run does not start",
                                "use that main, drop segment.* and the loss, or set ESGRPO_STRICT=0")
     missing = engine.not_in_place(rows)
@@ -78,11 +83,20 @@ def prepare(config) -> None:
           + compat.verdict(compat.installed(), compat.load()), file=sys.stderr, flush=True)
 
 
+def is_v1(config) -> bool:
+    """verl's v1 trainers: main_ppo's own config, without the section that only the fully-async main has."""
+    return bool(config.trainer.get("use_v1", False)) and config.get("async_training") is None
+
+
 def _facts(config) -> dict:
     """Accelerators (trainer plus standalone rollout) and optimiser steps between two weight syncs."""
     rollout, fully_async = config.get("rollout"), config.get("async_training")
-    standalone = rollout.nnodes * rollout.n_gpus_per_node if rollout is not None else 0
     steps = config.actor_rollout_ref.actor.ppo_epochs
+    if is_v1(config):
+        separate = config.trainer.v1.trainer_mode == "separate_async"
+        rollout = config.actor_rollout_ref.rollout if separate else None
+        steps *= max(1, config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size)
+    standalone = rollout.nnodes * rollout.n_gpus_per_node if rollout is not None else 0
     if fully_async is not None:
         steps *= fully_async.require_batches * fully_async.trigger_parameter_sync_step
     return {"devices": config.trainer.nnodes * config.trainer.n_gpus_per_node + standalone,

@@ -55,7 +55,7 @@ def watch(worker, member, size: int) -> None:
 
 
 def ended(worker, member, output) -> None:
-    """A member has left; `output` is what it ended with, None when it failed."""
+    """A member has left; `output` is what it ended with, None when it failed and under v1 (score and acc in member)."""
     pruner = pruner_of(worker)
     if pruner is None:
         return
@@ -70,12 +70,17 @@ def _finished(worker, member, output):
     from esgrpo.algo.group_pruning import Finished
     from esgrpo.algo.pruning import is_correct
 
-    if output is None or output.reward_score is None:
+    score, acc = (member.score, member.acc) if output is None else reward_of(output)
+    if score is None:
         return None
-    acc = (output.extra_fields.get("reward_extra_info") or {}).get("acc")
-    correct = is_correct(output.reward_score, acc, config.current().success_threshold)
+    correct = is_correct(score, acc, config.current().success_threshold)
     capped = member.tokens >= worker.rollout_config.response_length
-    return Finished(member.tokens, correct, float(output.reward_score), capped)
+    return Finished(member.tokens, correct, float(score), capped)
+
+
+def reward_of(output) -> tuple:
+    """(score, acc or None) of an AgentLoopOutput."""
+    return output.reward_score, (output.extra_fields.get("reward_extra_info") or {}).get("acc")
 
 
 async def checkpoint(worker, group: str) -> None:
@@ -88,11 +93,13 @@ async def checkpoint(worker, group: str) -> None:
     servers = await group_members.servers_of(worker)
     running = await progress(servers, group)
     # verdicts are taken at once, on what is true after the answers: others may have ended while we waited
-    running = {number: tokens for number, tokens in running.items() if (group, number) in worker.esgrpo_members}
+    members = worker.esgrpo_members
+    running = {number: tokens for number, tokens in running.items()
+               if (group, number) in members and not members[group, number].written}
     doomed: dict[str, list[int]] = {}
     for number, decided in pruner.checkpoint(group, running).items():
         verdict = decided.verdict
-        worker.esgrpo_members[group, number].decision = {
+        members[group, number].decision = {
             "rule": verdict.rule, "prune": verdict.prune, "keep_probability": verdict.pi, "reason": verdict.reason,
             "tokens": decided.tokens, "pivot": decided.pivot}
         if verdict.prune:

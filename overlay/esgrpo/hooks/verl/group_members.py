@@ -77,8 +77,7 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None):
     outcome, output = FAILED, None
     try:
         output = await original(worker, *args, **kwargs)
-        if member.doomed:  # also when it ended in another way before the engine heard of it
-            member.outcome, member.rule = "prune", member.decision["rule"]
+        member.settle()
         outcome = PRUNED if member.outcome == "prune" else FINISHED
     finally:
         attempts.current.reset(token)
@@ -89,6 +88,9 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None):
         await finish_members(worker, group, ask, "group", await servers_of(worker))
     await group_decisions.checkpoint(worker, group)
     await segment_length.after_leave(worker, group, coordinator, member)
+    if output is None:  # verl's v1: v1-response-rows has put the summary into the row
+        write("responses", {**member.summary(), "score": member.score})
+        return None
     if member.spans and member.spans[0][0] >= 0:  # verl's range starts with the version at the end of an attempt
         output.extra_fields["min_global_steps"] = member.spans[0][0]
     summary = {**member.summary(), "score": output.reward_score, **group_decisions.report(worker, member)}

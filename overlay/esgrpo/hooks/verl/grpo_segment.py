@@ -10,7 +10,7 @@ from esgrpo.engine import Hook, Release
 HOOK = Hook(
     slug="register-grpo-segment",
     target="verl.trainer.ppo.core_algos:register_adv_est",
-    process=("trainer",),
+    process=("trainer", "v1-task-runner"),
     kind="add",
     why="verl's grpo takes the mean and the standard deviation of a group over all rows, also over pruned ones",
     releases=(

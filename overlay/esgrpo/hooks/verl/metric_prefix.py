@@ -9,7 +9,7 @@ from esgrpo.engine import Hook, Release
 HOOK = Hook(
     slug="metrics-keep-prefix",
     target="verl.utils.py_functional:rename_dict",
-    process=("trainer",),
+    process=("trainer", "v1-task-runner"),
     kind="wrap",
     why="every metric of a policy loss is renamed to actor/<name>; a loss has no other way to report",
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "ee91d5206bf6fc78"}),),

@@ -7,7 +7,7 @@ from esgrpo.engine import Hook, Release
 HOOK = Hook(
     slug="replica-finish-group",
     target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMReplica",
-    process=("rollouter",),
+    process=("rollouter", "v1-task-runner"),
     kind="add",
     why="verl's replica offers abort_request and abort_all_requests only",
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "6f45720b4ca71081"}),),

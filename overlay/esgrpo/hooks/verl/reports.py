@@ -1,4 +1,4 @@
-"""Collects the hook states of every process of a fully-async run, writes them down, and stops a run that lacks one.
+"""Collects the hook states of every process of a run, writes them down, and stops a run that lacks one.
 
 Pull, not push: the task runner asks each actor to run a function of this package. A worker without the overlay
 cannot even import it, so a lost PYTHONPATH is an answer, too.
@@ -45,6 +45,22 @@ def of_rollouter(instance) -> dict:
     }
 
 
+def of_v1(task_runner) -> dict[str, list]:
+    """Handles of everything that a v1 trainer and its task runner, which are one process, have created."""
+    trainer = task_runner.trainer
+    replicas = [replica for manager in trainer._rollout_server_managers() for replica in manager.get_replicas()]
+    actors = list(trainer.actor_rollout_wg.workers)
+    shared = {actor._actor_id for actor in actors}  # hybrid replicas run in the actor workers
+    return {
+        "vllm-server": [server for replica in replicas for server in replica.servers],
+        "rollout-worker": [worker for replica in replicas for worker in replica.workers
+                           if worker._actor_id not in shared],
+        "agent-loop-worker": list(task_runner.agent_loop_manager.agent_loop_workers),
+        "reward-loop-worker": list(trainer.get_reward_handles() or ()),
+        "actor-worker": actors,
+    }
+
+
 def _ask(handles: dict[str, list]) -> list[dict]:
     import ray
 
@@ -74,6 +90,14 @@ def collect_and_check(task_runner) -> list[dict]:
     handles.update(ray.get(rollouter.__ray_call__.remote(of_rollouter)))
     handles["actor-worker"] = ray.get(trainer.__ray_call__.remote(of_group_workers, "actor_wg"))
     reports = [engine.report("task-runner", task_runner), *_ask(handles)]
+    _write(reports)
+    _check(reports)
+    return reports
+
+
+def collect_and_check_v1(task_runner) -> list[dict]:
+    """The same for verl's v1 trainers, which run inside the task runner."""
+    reports = [engine.report("v1-task-runner", task_runner), *_ask(of_v1(task_runner))]
     _write(reports)
     _check(reports)
     return reports

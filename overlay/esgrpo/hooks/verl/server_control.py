@@ -7,7 +7,7 @@ from esgrpo.engine import Hook, Release
 HOOK = Hook(
     slug="server-control",
     target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer",
-    process=("rollouter", "vllm-server"),  # Ray takes the method table where the actor is created
+    process=("rollouter", "v1-task-runner", "vllm-server"),  # Ray takes the method table where the actor is created
     kind="add",
     why="verl can abort one request or all, which it then resumes; it has no way to end the members of a group with "
         "the tokens they have, and none into EngineCore",

@@ -10,7 +10,7 @@ from esgrpo.engine import Hook, Release
 HOOK = Hook(
     slug="keep-probabilities-reach-estimator",
     target="verl.trainer.ppo.ray_trainer:compute_advantage",
-    process=("trainer",),
+    process=("trainer", "v1-task-runner"),
     kind="wrap",
     why="verl hands a registered estimator rewards, mask, config and uid, and no other column; the audit's keep "
         "probabilities are in the rows' extra fields, which arrive as non_tensor_batch",

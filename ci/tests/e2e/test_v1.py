@@ -1,0 +1,169 @@
+"""Real runs of verl's v1 trainers: separate_async with everything that segments do, colocate_async with carry-over.
+
+Three starts: separate_async; colocate_async with checkpoints; the latter once more from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bench import arm, cpu_stack
+from bench.testbed import make_data
+from ci.tests.e2e.test_fully_async import EXACT_KL, ROOT, SEGMENT, metrics_of
+from esgrpo.hooks.verl.records import read
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+
+GROUP_SIZE, RESPONSE_LENGTH, STEPS = 4, 384, 4
+FEW_SLOTS = 16  # of the engine: fewer than responses in flight, so that groups are unfinished at every weight sync
+THRESHOLD = 3  # weight versions that a trained group may span
+FINISH_AFTER = 3
+OPTIMISER_STEPS = 2  # per weight version of the separate_async run
+POIS = "actor_rollout_ref.actor.policy_loss.loss_mode=pois"
+LOG_KL = "esgrpo/pois/log_kl_rollout_current"
+
+# Every hook that these runs need, by the kind of process that needs it.
+EXPECTED = {
+    "v1-task-runner": {"v1-handshake", "v1-pruned-rows", "v1-final-outputs", "v1-trained-rows", "v1-carry-over",
+                       "v1-carry-checkpoint", "v1-failure-is-loud", "register-grpo-segment", "metrics-keep-prefix",
+                       "server-control", "replica-finish-group"},
+    "agent-loop-worker": {"client-attempts", "group-members", "v1-response-rows", "resume-without-sleep"},
+    "actor-worker": {"register-policy-losses", "policy-loss-context", "cpu-process-group"},
+    "vllm-server": {"server-control", "server-weight-version"},
+    "engine-core": {"segment-scheduler", "engine-core-utilities", "cpu-linear-reloads"},
+}
+
+
+def run_v1(mode: str, tmp_path: Path, *extra: str, **options) -> Path:
+    data, testbed, run_dir = tmp_path / "data", ROOT / "bench" / "testbed", tmp_path / "run"
+    make_data.write("search", 3, {"train": 256, "val": 16}, data)
+    overrides = cpu_stack.v1(mode, str(testbed / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
+                             str(testbed / "reward.py"), str(run_dir), response_length=RESPONSE_LENGTH,
+                             group_size=GROUP_SIZE, max_num_seqs=FEW_SLOTS, **options)
+    arm.run(mode, [*overrides, 'trainer.logger=["console","file"]', POIS, *extra], run_dir, ROOT / "overlay",
+            main=cpu_stack.MAIN_PPO)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory) -> Path:
+    """Two optimiser steps per weight version, yields, both kinds of pruning."""
+    return run_v1("separate_async", tmp_path_factory.mktemp("separate"), f"{SEGMENT}.enable=True",
+                  f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
+                  f"{SEGMENT}.prune.repetition.enable=True", f"{SEGMENT}.prune.repetition.min_count=6",
+                  f"{SEGMENT}.prune.finish_group_after={FINISH_AFTER}", mini_batch=4, sync_every=OPTIMISER_STEPS,
+                  steps=STEPS, warmup=1.0, off_policy=THRESHOLD)
+
+
+STATIC = [f"{SEGMENT}.profile=static", f"{SEGMENT}.segment_length=64", "trainer.save_freq=2"]
+
+
+@pytest.fixture(scope="module")
+def colocate(tmp_path_factory) -> Path:
+    return run_v1("colocate_async", tmp_path_factory.mktemp("colocate"), *STATIC, mini_batch=8, steps=STEPS,
+                  warmup=2.0, off_policy=THRESHOLD)
+
+
+def check_hooks(run_dir: Path, *more: str) -> None:
+    reports = json.loads((run_dir / "esgrpo" / "hooks.json").read_text())
+    by_process = {report["process"]: {h["slug"]: h["state"] for h in report["hooks"]} for report in reports}
+    expected = {**EXPECTED, "v1-task-runner": EXPECTED["v1-task-runner"] | set(more)}
+    assert {slug: by_process[process].get(slug) for process, slugs in expected.items() for slug in slugs} == {
+        slug: "APPLIED" for slugs in expected.values() for slug in slugs}
+    for report in reports:
+        for hook in report["hooks"]:
+            assert hook["state"] in ("APPLIED", "NOT_NEEDED", "ABSENT"), (report["process"], hook)
+    assert len({r["pid"] for r in reports}) == len(reports)
+
+
+def check_groups(run_dir: Path) -> list[dict]:
+    """Whole groups, each trained once and within the bound; returns the records of the pool."""
+    pool, trained = read(str(run_dir), "carry"), read(str(run_dir), "trained")
+    groups = [group for step in pool for group in step["groups"]]
+    assert len(set(groups)) == len(groups), "a group was trained twice"
+    assert Counter(row["group"] for row in trained) == {group: GROUP_SIZE for group in groups}
+    assert len({(row["group"], row["member"]) for row in trained}) == len(trained)
+    assert all(step["partial"] == 0 and step["age_max"] <= THRESHOLD for step in pool)
+    for earlier, later in zip(pool, pool[1:], strict=False):  # nothing is lost between two steps
+        gone = set(earlier["waiting"]) - set(later["waiting"]) - set(later["groups"])
+        assert len(gone) == later["dropped"] + later["excused"]
+    return pool
+
+
+def check_tokens(run_dir: Path) -> None:
+    """Engines made what the responses say, version by version, and what was still running at the end."""
+    responses, windows = read(str(run_dir), "responses"), read(str(run_dir), "windows")
+    ended = Counter()
+    for row in responses:
+        assert sum(tokens for _, tokens in row["spans"]) == row["tokens"] <= RESPONSE_LENGTH
+        assert [v for v, _ in row["spans"]] == sorted({v for v, _ in row["spans"]}), "versions run backwards"
+        for version, tokens in row["spans"]:
+            ended[version] += tokens
+    made = Counter()
+    for window in windows:
+        made[window["version"]] += window["tokens"]
+    running = {version: tokens - ended[version] for version, tokens in made.items()}
+    assert all(tokens >= 0 for tokens in running.values()), running
+    last = read(str(run_dir), "carry")[-1]
+    assert sum(running.values()) <= last["carried"] * GROUP_SIZE * RESPONSE_LENGTH
+    if not last["unfinished"]:
+        assert sum(running.values()) == 0
+    known = {(row["group"], row["member"]): row for row in responses}
+    for row in read(str(run_dir), "trained"):
+        assert known[row["group"], row["member"]]["spans"] == row["spans"]
+
+
+def test_separate_async_has_every_hook_it_needs(separate):
+    check_hooks(separate, "v1-standalone-start")
+
+
+def test_separate_async_trains_whole_groups_once(separate):
+    assert len(check_groups(separate)) == STEPS * OPTIMISER_STEPS
+    check_tokens(separate)
+
+
+def test_separate_async_prunes_yields_and_spans_versions(separate):
+    responses, trained = read(str(separate), "responses"), read(str(separate), "trained")
+    assert any(len(row["spans"]) > 1 for row in responses), "no response lived through a weight sync"
+    assert any(row["attempts"] > 1 and row["boundaries"] > 0 for row in responses), "no yield came back"
+    assert {row["rule"] for row in responses if row["outcome"] == "prune"} == {"repetition", "group"}
+    masked = [row for row in trained if row["pruned"]]
+    assert masked and all(row["outcome"] == "prune" and not row["gradient"] for row in masked)
+    assert any(row["gradient"] for row in trained)
+
+
+def test_separate_async_logs_what_it_did(separate):
+    updates = metrics_of(separate, LOG_KL)
+    assert len(updates) == STEPS
+    assert all("esgrpo/bubble_rate" in row and "esgrpo/prune/rate" in row for row in updates)
+    assert {row["esgrpo/pois/optimizer_steps_per_version"] for row in updates} == {OPTIMISER_STEPS}
+    assert max(row["esgrpo/version_span/max"] for row in updates) > 1
+
+
+def test_colocate_async_carries_unfinished_groups_over(colocate):
+    check_hooks(colocate)
+    pool = check_groups(colocate)
+    assert len(pool) == STEPS
+    assert all(step["carried"] > 0 for step in pool) and any(step["unfinished"] > 0 for step in pool)
+    assert sum(step["trained_carried"] for step in pool) > 0
+    check_tokens(colocate)
+    responses = read(str(colocate), "responses")
+    assert any(len(row["spans"]) > 1 for row in responses), "no response was carried over a weight update"
+    assert all(row["outcome"] == "finish" for row in responses)
+    updates = metrics_of(colocate, LOG_KL)
+    assert abs(updates[0][LOG_KL]) < EXACT_KL and all(row["esgrpo/carry/carried"] > 0 for row in updates)
+
+
+def test_nothing_is_lost_at_checkpoint_and_restart(colocate):
+    before = read(str(colocate), "carry")
+    steps = STEPS + 1
+    run_v1("colocate_async", colocate.parent, *STATIC, "trainer.resume_mode=auto", mini_batch=8, steps=steps,
+           warmup=2.0, off_policy=THRESHOLD)
+    pool = check_groups(colocate)
+    assert [step["step"] for step in pool] == list(range(1, steps + 1))
+    assert set(before[-1]["waiting"]) <= set(pool[-1]["groups"]) | set(pool[-1]["waiting"])
+    assert pool[-1]["trained_carried"] > 0  # groups from before the restart were trained, none was lost or came twice

@@ -1,0 +1,33 @@
+"""Saves the pool of carried groups with every checkpoint of a v1 trainer."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="v1-carry-checkpoint",
+    target="verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
+    process=("v1-task-runner",),
+    kind="wrap",
+    why="verl saves the TransferQueue and re-issues what was unfinished, but nobody would notice a group that did not "
+        "come back; written before the checkpoint is marked as the latest one",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "bd3f8785267800e8"}),),
+    remove_when="verl checks a restored TransferQueue against the checkpoint",
+    features=("v1",),
+    relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer._load_checkpoint",
+               "verl.trainer.ppo.v1.trainer_base:PPOTrainer._reissue_inflight_prompts"),
+    without=(("==0.7.0", "no v1 trainers"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def _save_checkpoint(self, *args, **kwargs):
+        from esgrpo.hooks.verl.v1_carry_over import save
+
+        save(self)
+        return original(self, *args, **kwargs)
+
+    return _save_checkpoint
