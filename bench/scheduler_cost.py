@@ -40,6 +40,7 @@ RESULT = Path(__file__).parent / "results" / "scheduler_cost.json"
 HISTORY = 1000  # response tokens at the start; a repetition check looks at up to 256
 WARM_UP = 2  # untimed steps after a change of class, for the interpreter's inline caches
 HUGE = 1 << 40  # a segment length that no response reaches
+LIMITS = {"boundary": 5.0, "elastic_boundary": 5.0, "nothing_due": 0.02}  # us a look; share of upstream's time
 NATIVE = {"max_pattern_size": 32, "min_pattern_size": 1, "min_count": 8}  # the rule of our defaults
 
 
@@ -187,9 +188,12 @@ class Bench:
             count["outcomes"] = sum(self.states[name]["segment_outcomes"].values())
         return spent / steps / 1e3, own / steps / 1e3
 
-    def look_cost(self, segment: dict, steps: int) -> dict:
-        """CPU microseconds of one look at a response: the wheel, the decision and the next appointment."""
-        state, spent, looks = self.begin(segment), [0], [0]
+    def look_cost(self, segment: dict, steps: int, told: int = 0) -> dict:
+        """CPU microseconds of one look at a response: the wheel, the decision and the next appointment.
+
+        `told`: the group is told this segment length first; what that takes per response is reported, too.
+        """
+        state, spent, looks, telling = self.begin(segment), [0], [0], {}
 
         def timed(function, counting):
             def call(*args):
@@ -202,6 +206,10 @@ class Bench:
 
         self.switch(state)
         scheduler = self.scheduler
+        if told:
+            begin = time.thread_time_ns()
+            reached = scheduler.segment_set_length("g", told, False)
+            telling = {"told": reached, "microseconds_to_tell": (time.thread_time_ns() - begin) / reached / 1e3}
         scheduler.segment_book.advance = timed(scheduler.segment_book.advance, False)
         scheduler._segment_act = timed(scheduler._segment_act, True)
         try:
@@ -209,7 +217,7 @@ class Bench:
                 self.step()
         finally:
             del scheduler._segment_act
-        return {"looks": looks[0], "microseconds": spent[0] / max(1, looks[0]) / 1e3}
+        return {"looks": looks[0], "microseconds": spent[0] / max(1, looks[0]) / 1e3, **telling}
 
 
 def bootstrap(values, seed: int, resamples: int = 4000) -> dict:
@@ -259,6 +267,7 @@ def measure(asynchronous: bool, requests: int, rounds: int, steps: int, seed: in
                       "own_over_upstream": bootstrap(own / (total - own), seed),
                       "ratio_to_plain": bootstrap(total / plain, seed), "counts": bench.counts[name]}
     result = {"class": bench.base.__name__, "arms": arms, "boundary": bench.look_cost(_segment(2), steps),
+              "elastic_boundary": bench.look_cost(_segment(HUGE), steps, told=2),
               "repetition_check": bench.look_cost(_segment(HUGE, {"enable": True, "check_interval": 2}), steps)}
     gc.unfreeze()
     return result
@@ -279,15 +288,20 @@ def main(argv: list[str] | None = None) -> dict:
         result[name] = measure(name == "async", options.requests, options.rounds, options.steps, options.seed)
     result["load_average_after"] = os.getloadavg()[0]
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
     for name in options.classes.split(","):
         for arm, row in result[name]["arms"].items():
             ratio, own, share = row["ratio_to_plain"], row["own_microseconds_per_step"], row["own_over_upstream"]
             print(f"{name:5} {arm:26} {row['microseconds_per_step']['median']:8.0f} us, own {own['median']:6.1f} us = "
                   f"{share['median']:.2%} [{share['low']:.2%}, {share['high']:.2%}], paired ratio "
                   f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]")
-        for what in ("boundary", "repetition_check"):
+        for what in ("boundary", "elastic_boundary", "repetition_check"):
             print(f"{name:5} {what:26} {result[name][what]['microseconds']:8.3f} us")
+        for what, limit in LIMITS.items():
+            found = result[name]["arms"][what]["own_over_upstream"]["high"] if what in ARMS else (
+                result[name][what]["microseconds"])
+            result[name].setdefault("within", {})[what] = found < limit
+            print(f"{name:5} {what:26} {found:8.4f} {'is' if found < limit else 'is NOT'} below {limit}")
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 

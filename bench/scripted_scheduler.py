@@ -73,13 +73,13 @@ def make_scheduler(config, num_blocks: int, cls: type):
 
 
 def make_request(key: str, done_before: int = 0, max_tokens: int = 1 << 20, history=(),
-                 group: str = "g", member: int = 0, prompt_tokens: int = PROMPT):
+                 group: str = "g", member: int = 0, prompt_tokens: int = PROMPT, **more):
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
     parameters = SamplingParams(
         max_tokens=max_tokens, ignore_eos=True, logprobs=0,
-        extra_args={"segment": {"group": group, "member": member, "done_before": done_before}})
+        extra_args={"segment": {"group": group, "member": member, "done_before": done_before, **more}})
     request = call_with_known(Request, request_id=key, prompt_token_ids=[1] * prompt_tokens, pooling_params=None,
                               sampling_params=parameters, eos_token_id=None)
     if history:  # like a response that was preempted before

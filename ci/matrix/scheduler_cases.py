@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 
-from ci.matrix.scheduler_player import LOOP, expect
+from ci.matrix.scheduler_player import LOOP, TOLERANCE, expect
 
 YIELD = {"enable": True, "segment_length": 16, "boundary": "yield"}
 PRUNE = {"enable": True, "prune": {"repetition": {"enable": True}}}
@@ -185,6 +185,89 @@ def a_cache_reset_while_a_step_is_in_flight(new):
     _reset_the_cache(new, drain=False)
 
 
+def _pause(player, paused: bool) -> None:
+    """PAUSED_ALL, as pause_generation(mode="keep") sets it; the engine then steps until nothing is in flight."""
+    try:
+        from vllm.v1.core.sched.interface import PauseState
+    except ImportError:
+        raise Unsupported("the scheduler cannot be paused") from None
+    player.scheduler.set_pause_state(PauseState.PAUSED_ALL if paused else PauseState.UNPAUSED)
+    if paused:
+        while player.queue:
+            player.step()
+
+
+def _sync_with_kept_requests(new, rebuild: bool):
+    """Four run, two wait; weights come while nothing is in flight, and again."""
+    lengths = []
+    for segment in (None, QUIET):
+        player = new(segment)
+        for i in range(6):
+            player.add(f"r{i}", member=i, max_tokens=50)
+        spans, windows = [], []
+        for version in (5, 6, 7):
+            _pause(player, True)
+            if rebuild and version > 5:
+                player.scheduler.reset_prefix_cache(reset_running_requests=True)
+            if segment is not None:
+                spans.append(player.counts())
+                windows.append(player.scheduler.segment_set_version(version))
+            frozen = player.counts()
+            player.run(3)
+            expect(player.counts(), frozen, "tokens while paused")
+            _pause(player, False)
+            player.run(12)
+        player.run()
+        lengths.append({key: list(tokens) for key, tokens in player.tokens.items()})
+    expect(lengths[1], lengths[0], "tokens with and without the mixin")
+    expect(lengths[0], {f"r{i}": [LOOP + j for j in range(50)] for i in range(6)}, "every token once")
+    for key, (_, _, payload) in player.ends.items():
+        counts = [before.get(key, 0) for before in spans[1:]] + [50]
+        wanted = [[version, after - before] for version, before, after in
+                  zip((5, 6, 7), [0, *counts], counts, strict=False) if after > before]
+        expect(payload["spans"], wanted, f"spans of {key}")
+    expect(len(player.ends["r0"][2]["spans"]), 3, "versions that the first saw")
+    expect([window["in_flight"] for window in windows], [0, 0, 0], "tokens in flight at a sync")
+    expect([window["kept"] for window in windows], [6, 6, 6], "kept requests")
+    last = player.scheduler.segment_set_version(8)
+    expect(sum(window["tokens"] for window in [*windows, last]), 300, "tokens of all windows")
+    expect(last["kept"], 0, "kept when all have ended")
+    off = max(abs(end[2]["logprob_sum"] - sum(player.logprobs[key])) for key, end in player.ends.items())
+    expect(off < TOLERANCE, True, f"log-prob sums, off by {off}")
+    player.assert_empty()
+    return windows
+
+
+def requests_kept_over_a_weight_sync_keep_their_kv(new):
+    windows = _sync_with_kept_requests(new, rebuild=False)
+    expect([window["kv_ages"] for window in windows], [[[0, 6]], [[0, 2], [1, 4]], [[0, 2], [2, 4]]], "ages of KV")
+
+
+def requests_kept_over_a_weight_sync_have_new_kv_after_a_rebuild(new):
+    windows = _sync_with_kept_requests(new, rebuild=True)
+    expect([window["kv_ages"] for window in windows], [[[0, 6]]] * 3, "ages of KV")
+
+
+def a_group_is_told_its_segment_length(new):
+    """Shorter and tail class: those that may be moved come back at the next boundary, once; the others run on."""
+    for told in (False, True):
+        player = new({"enable": True, "segment_length": 1024})
+        for i in range(4):
+            player.add(f"r{i}", group="ab"[i % 2], member=i, max_tokens=50, move=i < 2)
+        player.run(6)
+        before = player.counts()
+        if told:
+            expect(player.scheduler.segment_progress("a"), {0: before["r0"], 2: before["r2"]}, "progress")
+            expect(player.scheduler.segment_set_length("a", 16, True), 2, "members that heard it")
+            expect(player.scheduler.segment_set_length("nobody", 16, True), 0, "members of nobody")
+        player.run()
+        expect(player.counts(), {"r0": 16 if told else 50, "r1": 50, "r2": 50, "r3": 50}, f"tokens, told={told}")
+    expect(player.ends["r0"][1], "segment", "end of the moved one")
+    expect((player.ends["r0"][2]["outcome"], player.ends["r0"][2]["rule"]), ("yield", "move"), "payload")
+    expect((player.ends["r1"][2]["boundaries"], player.ends["r2"][2]["boundaries"]), (0, 3), "boundaries")
+    _finished(player)
+
+
 def without_a_decision_the_outputs_are_upstreams(new):
     seen = []
     for segment in (None, QUIET):
@@ -210,4 +293,7 @@ CASES = (
     preempted_requests_stay_in_the_book,
     a_cache_reset_between_steps_loses_nothing,
     a_cache_reset_while_a_step_is_in_flight,
+    requests_kept_over_a_weight_sync_keep_their_kv,
+    requests_kept_over_a_weight_sync_have_new_kv_after_a_rebuild,
+    a_group_is_told_its_segment_length,
 )

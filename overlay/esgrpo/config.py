@@ -178,6 +178,11 @@ class Segment:
         return self.enable and (self.prune.resolved.enable or self.prune.finish_group_after > 0)
 
     @property
+    def keeps(self) -> bool:
+        """A weight sync leaves running requests in the engine."""
+        return self.enable and self.sync.requests == "keep"
+
+    @property
     def weighted(self) -> bool:
         """Rows carry the inverse of their keep probability."""
         return self.prunes_groups and self.prune.audit.enable
@@ -318,7 +323,7 @@ def features(segment: Segment, loss_mode: str) -> frozenset[str]:
         names.add("yield")
     switches = {"history": segment.history.enable, "routing": segment.routing.enable,
                 "elastic": segment.elastic.enable, "sampler": segment.sampler.enable,
-                "weighted": segment.weighted, "keep": segment.enable and segment.sync.requests == "keep"}
+                "weighted": segment.weighted, "keep": segment.keeps}
     names.update(name for name, on in switches.items() if on)
     if segment.dmmpt.enable:
         names.add("dmmpt")

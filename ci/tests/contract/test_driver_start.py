@@ -40,6 +40,9 @@ ACCEPTED = {
     "observe": [f"{SEGMENT}.observe=True"],
     "all": [*ON, f"{SEGMENT}.prune.repetition.enable=True", f"{LOSS}=pois", f"{SEGMENT}.dmmpt.enable=True"],
     "version": [*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=version"],
+    "keep": [*ON, f"{SEGMENT}.sync.requests=keep"],
+    "keep-nowhere": [*ON, f"{SEGMENT}.sync.requests=keep", "rollout.nnodes=0"],
+    "keep-hybrid": [*ON, f"{SEGMENT}.sync.requests=keep", "async_training.use_dynamic_resource_scheduling=True"],
 }
 
 SCRIPT = """
@@ -67,6 +70,7 @@ with initialize_config_dir(os.path.join(os.path.dirname(package.__file__), "conf
             "features": os.environ["ESGRPO_FEATURES"], "facts": json.loads(os.environ["ESGRPO_FACTS"]),
             "estimator": str(config.algorithm.adv_estimator),
             "entropy": bool(config.actor_rollout_ref.actor.calculate_entropy),
+            "frees": bool(config.actor_rollout_ref.rollout.free_cache_engine),
             "bypass": bool(config.algorithm.rollout_correction.bypass_mode),
             "passed_on": sorted(config.ray_kwargs.ray_init.runtime_env.env_vars),
             "states": {row["slug"]: row["state"] for row in engine.states("driver")}}
@@ -88,7 +92,7 @@ def answers() -> dict:
                             env=environment(), timeout=300)
     line = next((x for x in result.stdout.splitlines() if x.startswith("ANSWERS")), None)
     assert line, result.stderr[-3000:]
-    return json.loads(line.removeprefix("ANSWERS"))
+    return {**json.loads(line.removeprefix("ANSWERS")), "said": result.stderr}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -103,6 +107,15 @@ def test_off_leaves_no_feature_and_no_hook_of_a_feature(answers):
     off = answers["off"]
     assert off["features"] == "" and off["estimator"] == "grpo"
     assert off["states"]["group-members"] == off["states"]["segment-scheduler"] == "NOT_NEEDED"
+
+
+def test_kept_requests_need_a_cache_that_stays(answers):
+    """Negative control: verl's default frees it, and where that must stay every sync aborts."""
+    assert answers["all"]["frees"] and not answers["keep"]["frees"]
+    assert answers["keep-nowhere"]["frees"] and answers["keep-hybrid"]["frees"]
+    for part in ("free_cache_engine: True -> False", "there are no standalone replicas", "hybrid replicas"):
+        assert answers["said"].count(part) == 1
+    assert answers["keep"]["features"] == "keep,observe,segment"
 
 
 def test_observing_changes_nothing_of_verls_settings(answers):

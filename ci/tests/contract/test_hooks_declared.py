@@ -17,7 +17,7 @@ PROCESSES = {"driver", "task-runner", "rollouter", "trainer", "actor-worker", "r
 UPSTREAMS = {"verl", "vllm", "vllm_ascend", "torch", "torch_npu", "ray", "transformers", "tensordict", "omegaconf",
              "hydra", "mindspeed", "megatron", "wrapt"}
 DISTRIBUTION_OF = {"recipe": "verl"}  # the recipes of verl <= 0.7.0 are a package beside verl in its repository
-FEATURES = {"cpu", "npu", "observe", "segment", "prune", "yield", "dmmpt", "pois", "sais", "weighted"}
+FEATURES = {"cpu", "npu", "observe", "segment", "prune", "yield", "dmmpt", "pois", "sais", "keep", "weighted"}
 # 0, 1 and -1 index and count; anything else is a decision, and decisions live in algo/ or in the config.
 PLAIN_NUMBERS = {0, 1, -1}
 

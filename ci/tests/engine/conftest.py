@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from esgrpo import config
+
 HERE = Path(__file__).parent
 OVERLAY = HERE.parents[2] / "overlay"
 SEGMENT = {
@@ -18,8 +20,16 @@ SEGMENT = {
     "quiet": {"enable": True, "segment_length": 16},
     "prune": {"enable": True, "prune": {"repetition": {"enable": True}}},
     "yield": {"enable": True, "segment_length": 16, "boundary": "yield"},
+    "off": {},  # the overlay is loaded and every feature is off
+    "elastic": {"profile": "elastic", "segment_length": 16},
+    "keep": {"enable": True, "segment_length": 16, "sync": {"requests": "keep"}},
+    "rebuild": {"enable": True, "segment_length": 16, "sync": {"requests": "keep", "kv": "rebuild"}},
 }
-FEATURES = {"quiet": "observe,segment", "prune": "observe,segment,prune", "yield": "observe,segment,yield"}
+
+
+def features(scenario: str) -> str:
+    return ",".join(sorted(config.features(config.parse(SEGMENT[scenario]), "")))
+
 
 
 def _environment(scenario: str, probe: Path) -> dict[str, str]:
@@ -28,7 +38,7 @@ def _environment(scenario: str, probe: Path) -> dict[str, str]:
                    "VLLM_TARGET_DEVICE": "cpu", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
                    "HF_HUB_OFFLINE": "1"}
     if SEGMENT[scenario] is not None:
-        environment |= {"ESGRPO_ENABLE": "1", "VERL_PLATFORM": "cpu", "ESGRPO_FEATURES": FEATURES[scenario],
+        environment |= {"ESGRPO_ENABLE": "1", "VERL_PLATFORM": "cpu", "ESGRPO_FEATURES": features(scenario),
                         "ESGRPO_SEGMENT": json.dumps(SEGMENT[scenario])}
     return environment
 

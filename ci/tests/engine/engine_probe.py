@@ -20,10 +20,37 @@ def probe(self) -> dict:
     return seen
 
 
+def new_weights(self, factor: float) -> float:
+    """Utility method on EngineCore: other weights in the first layer, which K and V of every token depend on."""
+    model = self.model_executor.driver_worker.worker.model_runner.model
+    weight = model.model.layers[0].input_layernorm.weight
+    weight.data[::2] *= factor  # every other one: a common factor would be divided out again
+    return float(weight.data.sum())
+
+
+def step_log(self) -> list:
+    """Utility method on EngineCore: the scheduled batches since the last call, as [[request, tokens], ...] a step."""
+    scheduler = self.scheduler
+    log, scheduler.step_log = getattr(scheduler, "step_log", []), []
+    return log
+
+
+def _logged(schedule):
+    def logging_schedule(self, *args, **kwargs):
+        output = schedule(self, *args, **kwargs)
+        if output.num_scheduled_tokens and hasattr(self, "step_log"):  # vLLM adds a random suffix to the caller's id
+            self.step_log.append([[key.rpartition("-")[0], n] for key, n in output.num_scheduled_tokens.items()])
+        return output
+
+    return logging_schedule
+
+
 def register() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    EngineCore.probe = probe
+    EngineCore.probe, EngineCore.new_weights, EngineCore.step_log = probe, new_weights, step_log
+    Scheduler.schedule = _logged(Scheduler.schedule)
 
 
 def install(folder: Path) -> None:

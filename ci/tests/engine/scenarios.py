@@ -11,6 +11,8 @@ import json
 import sys
 
 MAX_NUM_SEQS = 4
+RUNNING = ("0", "1", "2", "3")  # of more than MAX_NUM_SEQS requests, those that run first
+SHARED_PROMPT = 150  # tokens, more than a block of the KV cache
 FORCED = 65  # the token of the request that loops
 
 
@@ -25,6 +27,7 @@ class Client:
         self.engine = engine
         self.count = 0
         self.seen: dict[str, int] = {}  # label -> tokens so far
+        self.labels: dict[str, str] = {}  # request id -> label
 
     async def call(self, name: str, *args):
         return await self.engine.engine_core.call_utility_async(name, *args)
@@ -33,6 +36,7 @@ class Client:
         from vllm import SamplingParams
 
         self.count += 1
+        self.labels[f"r{self.count}"] = label
         parameters = SamplingParams(
             ignore_eos=True, logprobs=0, **sampling,
             extra_args={"segment": {"group": group, "member": member, "done_before": done_before}})
@@ -44,7 +48,8 @@ class Client:
         answer = final.outputs[0]
         logprobs = [float(next(iter(position.values())).logprob) for position in answer.logprobs or []]
         return {"tokens": list(answer.token_ids), "logprobs": logprobs, "finish_reason": answer.finish_reason,
-                "stop_reason": answer.stop_reason, "payload": (final.kv_transfer_params or {}).get("esgrpo")}
+                "stop_reason": answer.stop_reason, "payload": (final.kv_transfer_params or {}).get("esgrpo"),
+                "cached": final.num_cached_tokens}
 
     async def together(self, requests: dict[str, dict], then=None) -> dict:
         """Queue all requests before the first step, so that every run has the same batches; `then` runs beside."""
@@ -59,6 +64,14 @@ class Client:
         extra = await then() if then is not None else None
         answers = {label: await asyncio.wait_for(task, 60) for label, task in tasks.items()}
         return {"answers": answers, "extra": extra, "after": await self.call("probe")}
+
+    async def logged(self, requests: dict[str, dict]) -> dict:
+        """`together` with the batches that were scheduled, one list of [label, tokens] a step."""
+        await self.engine.reset_prefix_cache()
+        await self.call("step_log")
+        run = await self.together(requests)
+        run["steps"] = [[[self.labels[key], count] for key, count in step] for step in await self.call("step_log")]
+        return run
 
     async def until(self, label: str, tokens: int) -> None:
         while self.seen.get(label, 0) < tokens:
@@ -76,9 +89,15 @@ def greedy(count: int, max_tokens: int, forced: int | None = None, group: str = 
     return requests
 
 
-def sampled(count: int, max_tokens: int) -> dict[str, dict]:
-    return {str(i): {"tokens": prompt(i), "member": i, "temperature": 1.0, "seed": 100 + i, "max_tokens": max_tokens}
-            for i in range(count)}
+def sampled(count: int, max_tokens: int, spread: int = 0) -> dict[str, dict]:
+    """Seeded sampling; request i makes max_tokens + i * spread tokens."""
+    return {str(i): {"tokens": prompt(i), "member": i, "temperature": 1.0, "seed": 100 + i,
+                     "max_tokens": max_tokens + i * spread} for i in range(count)}
+
+
+def mixed_lengths() -> dict[str, dict]:
+    """Three times as many requests as fit, of all lengths: batches change at every ending."""
+    return sampled(3 * MAX_NUM_SEQS, 20, spread=7)
 
 
 async def bare(client: Client) -> dict:
@@ -88,14 +107,64 @@ async def bare(client: Client) -> dict:
         report = f"{type(error).__name__}: {error}"
     return {"report": report, "greedy": await client.together(greedy(4, 96)),
             "looping": await client.together(greedy(4, 96, forced=1)),
-            "sampled": [await client.together(sampled(8, 40)) for _ in range(2)]}
+            "sampled": [await client.together(sampled(8, 40)) for _ in range(2)],
+            "mixed": [await client.logged(mixed_lengths()) for _ in range(2)]}
+
+
+async def undecided(client: Client) -> dict:
+    return {"mixed": await client.logged(mixed_lengths())}
+
+
+async def over_a_sync(client: Client) -> dict:
+    """New weights come while requests run, wait, or share a prompt, in the order of verl's update_weights."""
+    from esgrpo import config
+
+    rebuild, shared = config.current().sync.kv == "rebuild", [(5 * i) % 190 + 20 for i in range(SHARED_PROMPT)]
+    await client.call("esgrpo_set_version", 1)
+    before = await client.together(greedy(6, 96))
+
+    async def act():
+        await client.until("0", 20)
+        await client.engine.pause_generation(mode="keep", clear_cache=rebuild)
+        seen, probe = await client.call("esgrpo_progress", "g"), await client.call("probe")
+        await client.call("new_weights", 3.0)
+        await client.engine.reset_prefix_cache(reset_connector=True)
+        await client.engine.reset_mm_cache()
+        await client.engine.reset_encoder_cache()
+        window = await client.call("esgrpo_set_version", 2)
+        await client.engine.resume_generation()
+        return {"seen": sorted(seen.items()), "probe": probe, "window": window}
+
+    requests = greedy(6, 96)
+    requests["1"]["tokens"] = shared
+    kept = await client.together(requests, act)
+    cuts = {label: kept["answers"][label]["payload"]["spans"][0][1] for label in RUNNING}
+    again = await client.together({
+        label: {**requests[label], "tokens": requests[label]["tokens"] + kept["answers"][label]["tokens"][:cut],
+                "done_before": cut, "max_tokens": 96 - cut} for label, cut in cuts.items()})
+    return {"report": await client.call("esgrpo_report"), "before": before, "kept": kept, "again": again,
+            "shared": await shared_prompt(client, shared), "last": await client.call("esgrpo_set_version", 3)}
+
+
+async def shared_prompt(client: Client, shared: list[int]) -> dict:
+    """One request of two with the same prompt runs while weights come; the other comes after them."""
+    async def act():
+        await client.until("first", 20)
+        await client.engine.pause_generation(mode="keep", clear_cache=False)
+        await client.engine.reset_prefix_cache(reset_connector=True)
+        await client.engine.resume_generation()
+        return await client.request("second", shared, member=1, temperature=0.0, max_tokens=20)
+
+    sampling = {"tokens": shared, "temperature": 0.0, "max_tokens": 300}
+    return await client.together({"first": {**sampling, "member": 0}}, act)
 
 
 async def quiet(client: Client) -> dict:
     return {"report": await client.call("esgrpo_report"), "sampled": await client.together(sampled(8, 40)),
             "versions": await versions(client), "finish": await finish(client), "member": await member(client),
             "abort": await pause_abort(client), "keep": await pause_keep(client, False),
-            "rebuild": await pause_keep(client, True)}
+            "rebuild": await pause_keep(client, True),
+            "shared": await shared_prompt(client, [(5 * i) % 190 + 20 for i in range(SHARED_PROMPT)])}
 
 
 async def versions(client: Client) -> dict:
@@ -196,12 +265,15 @@ async def main(scenario: str, model: str) -> dict:
         async_scheduling=True, logprobs_mode="processed_logprobs", seed=0))
     try:
         client = Client(engine)
-        result = await {"bare": bare, "quiet": quiet, "prune": prune, "yield": hand_back}[scenario](client)
+        result = await PLAYS[scenario](client)
         result["class"] = (await client.call("probe"))["class"]
         return result
     finally:
         engine.shutdown()
 
+
+PLAYS = {"bare": bare, "quiet": quiet, "prune": prune, "yield": hand_back, "off": undecided, "elastic": undecided,
+         "keep": over_a_sync, "rebuild": over_a_sync}
 
 if __name__ == "__main__":
     name, model_folder, out = sys.argv[1:]

@@ -29,7 +29,7 @@ def every_answer(scenario: dict):
             yield from run["answers"].values()
 
 
-@pytest.mark.parametrize("scenario", ["quiet", "prune", "yield"])
+@pytest.mark.parametrize("scenario", ["quiet", "prune", "yield", "elastic", "keep", "rebuild"])
 def test_the_mixin_is_in_front_of_the_scheduler(played, scenario):
     assert played(scenario)["class"] == "SegmentScheduler"
 
@@ -61,6 +61,36 @@ def test_segments_without_a_decision_change_no_token(played):
     assert {ending(a) for a in with_segments["answers"].values()} == {("length", None, 40)}
     # Boundaries were looked at: 16 and 32 of 40 tokens.
     assert {a["payload"]["boundaries"] for a in with_segments["answers"].values()} == {2}
+
+
+def batches(run: dict) -> list:
+    return run["steps"]
+
+
+def test_vllm_schedules_the_same_batches_twice(played):
+    first, second = played("bare")["mixed"]
+    assert (tokens(first), batches(first)) == (tokens(second), batches(second))
+    assert len({tuple(t) for t in tokens(first).values()}) == 12
+    assert len({tuple(label for label, _ in step) for step in batches(first)}) > 8  # batches do change
+
+
+@pytest.mark.parametrize("scenario", ["off", "elastic"])
+def test_without_a_decision_the_batches_are_vllms(played, scenario):
+    """All requests queued before the first step, seeded, fixed weights: same batches, same tokens."""
+    run, alone = played(scenario)["mixed"], played("bare")["mixed"][0]
+    assert batches(run) == batches(alone)
+    assert tokens(run) == tokens(alone)
+    # Here the CPU platform of the overlay computes linear layers in another order than vLLM's own.
+    for label, answer in run["answers"].items():
+        assert answer["logprobs"] == pytest.approx(alone["answers"][label]["logprobs"], abs=1e-4)
+    off = played("off")["mixed"]["answers"]
+    assert {k: a["logprobs"] for k, a in run["answers"].items()} == {k: a["logprobs"] for k, a in off.items()}
+    payloads = [answer["payload"] for answer in run["answers"].values()]
+    if scenario == "off":
+        assert (played("off")["class"], payloads) == ("Scheduler", [None] * 12)
+    else:
+        assert {payload["outcome"] for payload in payloads} == {"finish"}
+        assert sum(payload["boundaries"] for payload in payloads) > 30  # they were looked at
 
 
 def test_vllm_alone_lets_a_loop_run(played):
@@ -170,7 +200,53 @@ def test_pause_keep_goes_on_where_it_was(played, way):
     assert tokens(run) == tokens(played("bare")["greedy"])
 
 
-@pytest.mark.parametrize("name", ["bare", "quiet", "prune", "yield"])
+@pytest.mark.parametrize("scenario", ["keep", "rebuild"])
+def test_a_kept_request_lives_through_new_weights(played, scenario):
+    """Tokens go on, the budget is kept, and every token has the version of the weights that made it."""
+    run = played(scenario)["kept"]
+    window, seen = run["extra"]["window"], dict(run["extra"]["seen"])
+    assert window["kept"] == 6 and window["in_flight"] == 0 and "abort" not in window["outcomes"]
+    assert min(seen[i] for i in range(4)) >= 20 and (seen[4], seen[5]) == (0, 0)
+    for label, answer in run["answers"].items():
+        made = seen[int(label)]
+        assert answer["payload"]["spans"] == ([[1, made], [2, 96 - made]] if made else [[2, 96]])
+        assert ending(answer) == ("length", None, 96)
+        assert answer["payload"]["boundaries"] == 5
+        assert answer["payload"]["logprob_sum"] == pytest.approx(sum(answer["logprobs"]), rel=1e-5, abs=1e-5)
+    # Negative control: with the old weights to the end the responses are others.
+    assert all(tokens(run)[label] != tokens(played(scenario)["before"])[label] for label in run["answers"])
+    assert played(scenario)["last"]["kept"] == 0  # nobody was there any more
+
+
+def after_the_sync(played, scenario) -> dict[str, tuple]:
+    """What kept requests made under the new weights, and what a new request with the same context makes: log-probs."""
+    scenario = played(scenario)
+    return {label: (scenario["kept"]["answers"][label]["logprobs"][-len(answer["logprobs"]):], answer["logprobs"])
+            for label, answer in scenario["again"]["answers"].items()}
+
+
+def test_rebuilt_kv_is_that_of_the_new_weights(played):
+    for kept, again in after_the_sync(played, "rebuild").values():
+        assert kept == pytest.approx(again, abs=1e-4)
+    assert played("rebuild")["kept"]["extra"]["probe"]["counts"] == [0, 6]  # all were preempted for it
+    assert played("rebuild")["kept"]["extra"]["window"]["kv_ages"] == [[0, 6]]
+
+
+def test_kept_kv_is_that_of_the_old_weights(played):
+    """That the two differ shows that nothing was prefilled again; the age says by how many versions."""
+    for kept, again in after_the_sync(played, "keep").values():
+        assert abs(kept[0] - again[0]) > 0.01
+    assert played("keep")["kept"]["extra"]["probe"]["counts"] == [4, 2]
+    assert played("keep")["kept"]["extra"]["window"]["kv_ages"] == [[0, 2], [1, 4]]  # two waited, without KV
+
+
+def test_new_requests_do_not_find_old_kv(played):
+    """Negative control: with requests running, vLLM's own reset leaves the cache as it is."""
+    assert played("quiet")["shared"]["extra"]["cached"] > 0
+    assert played("keep")["shared"]["extra"]["cached"] == played("rebuild")["shared"]["extra"]["cached"] == 0
+
+
+@pytest.mark.parametrize("name", ["bare", "quiet", "prune", "yield", "keep", "rebuild"])
 def test_nothing_is_left_behind(played, name):
     scenario = played(name)
     probes = [run["after"] for run in scenario.values() if isinstance(run, dict) and "after" in run]

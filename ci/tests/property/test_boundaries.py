@@ -199,3 +199,90 @@ def sequences():
 def test_repeats_equals_brute_force(tokens, rule):
     assert repeats(tokens, rule) == brute_force_repeats(tokens, rule)
     assert repeats(tuple(tokens), rule) == repeats(tokens, rule)
+
+
+def looks(book, key, tokens, steps, per_step=1) -> list[int]:
+    """At how many tokens of the attempt a response is looked at while it makes `per_step` tokens at each step."""
+    seen = []
+    for _ in range(steps):
+        tokens += [len(tokens) + i for i in range(per_step)]
+        for due in book.advance():
+            assert due == key
+            decision = book.look(key, tokens)
+            seen.append((len(tokens), decision.outcome, decision.rule))
+            if decision.outcome != "continue":
+                book.close(key, len(tokens))
+                return seen
+    return seen
+
+
+def test_a_shorter_length_brings_the_boundary_nearer_and_is_looked_at_once():
+    book, tokens = SegmentBook(Segment(enable=True, segment_length=64)), []
+    book.add("a", "g", 0, 0)
+    assert looks(book, "a", tokens, 20) == []
+    book.set_segment_length("g", 16, False, {"a": 20})
+    assert [at for at, *_ in looks(book, "a", tokens, 60)] == [32, 48, 64, 80]  # the outdated look at 64 adds none
+    book.set_segment_length("g", 64, False, {"a": 80})
+    assert [at for at, *_ in looks(book, "a", tokens, 120)] == [96, 128, 192]  # from the next boundary on
+
+
+def test_the_wheel_keeps_no_second_chain_of_looks():
+    """Every nearer appointment leaves an outdated entry, which must not make appointments of its own."""
+    book, tokens = SegmentBook(Segment(enable=True, segment_length=64)), []
+    book.add("a", "g", 0, 0)
+    for length in (32, 16, 8, 4):
+        book.set_segment_length("g", length, False, {"a": 0})
+    assert len(book._wheel) == 5
+    assert [at for at, *_ in looks(book, "a", tokens, 200)] == list(range(4, 201, 4))
+    assert len(book._wheel) == 1
+
+
+def test_the_short_class_is_never_segmented():
+    """Negative control: the body class under the same settings yields."""
+    for length_class, expected in (("body", [(16, YIELD, "boundary")]), ("short", [])):
+        book = SegmentBook(Segment(enable=True, segment_length=16, boundary="yield"))
+        book.add("a", "g", 0, 0, length_class)
+        assert looks(book, "a", [], 100) == expected
+        assert len(book._wheel) == 0
+
+
+def test_repetition_is_looked_at_in_the_short_class_too():
+    rule = Repetition(enable=True, check_interval=8, max_pattern_size=2, min_count=4)
+    book = SegmentBook(Segment(enable=True, segment_length=16, boundary="yield", prune=Prune(repetition=rule)))
+    book.add("a", "g", 0, 0, "short")
+    decisions = []
+    for step in range(1, 25):
+        decisions += [(step, book.look(key, [7] * step).outcome) for key in book.advance()]
+    assert decisions[0] == (8, PRUNE)
+
+
+def test_a_soft_boundary_hands_a_response_back_once_to_be_moved():
+    for move, expected in ((False, []), (True, [(32, YIELD, "move")])):
+        book, tokens = SegmentBook(Segment(enable=True, segment_length=64)), []
+        book.add("a", "g", 0, 0, "short", move)
+        assert looks(book, "a", tokens, 20) == []
+        book.set_segment_length("g", 16, True, {"a": 20})
+        assert [look for look in looks(book, "a", tokens, 200) if look[1] != "continue"] == expected
+    book.add("b", "g", 0, len(tokens), "tail", False)  # its next attempt, where the router sent it
+    assert {outcome for _, outcome, _ in looks(book, "b", [], 200)} == {"continue"}
+
+
+def test_an_attempt_on_its_way_hears_what_its_group_was_told():
+    book = SegmentBook(Segment(enable=True, segment_length=64))
+    assert book.set_segment_length("g", 16, True, {}) == 0
+    book.add("a", "g", 0, 20, "body", True)
+    assert looks(book, "a", [], 100) == [(12, YIELD, "move")]
+
+
+def test_the_age_of_kv_follows_prefills_and_preemptions():
+    book = SegmentBook(Segment(enable=True))
+    for key in "abc":
+        book.add(key, "g", "abc".index(key), 0)
+    assert book.kv_ages(3, {key: (True, 0) for key in "abc"}) == [0, 0, 0]  # made by weights nobody named
+    book.set_version(3, dict.fromkeys("abc", 0))
+    book.close("a", 0)
+    book.add("a", "g", 0, 0)
+    assert book.kv_ages(4, {"a": (True, 0), "b": (False, 0), "c": (True, 1)}) == [1, 0, 1]  # c was preempted under 3
+    book.set_version(4, dict.fromkeys("abc", 0))
+    assert book.kv_ages(6, {"a": (True, 0), "b": (True, 0), "c": (True, 1)}) == [3, 2, 3]
+    assert book.kv_ages(7, {"a": (False, 1), "b": (True, 0), "c": (True, 1)}) == [0, 3, 4]

@@ -7,7 +7,7 @@ from itertools import groupby
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from esgrpo.algo.segments import CONTINUE, UNKNOWN_VERSION, SegmentBook
+from esgrpo.algo.segments import BODY, CONTINUE, SHORT, TAIL, UNKNOWN_VERSION, YIELD, SegmentBook
 from esgrpo.config import Prune, Repetition, Segment
 
 GROUPS = ["a", "b", "c"]
@@ -38,14 +38,20 @@ class Books(RuleBasedStateMachine):
         self.asked = {}  # what must be pending
         self.wishes = {}  # (group, member) -> rule: also for attempts that are still to come
         self.adds, self.closes, self.carried = 0, 0, 0
+        self.lengths = {}  # group -> (segment length, tail) that it was told
+        self.moves = {}  # key -> may be moved
+        self.moved = set()
+        self.longest = max(length, prune.repetition.check_interval)
         self.gone = set()  # keys that were closed; some come back, as they do when a resume keeps its request id
 
     @rule(group=st.sampled_from(GROUPS), member=st.integers(0, 3), done_before=st.integers(0, 20),
-          again=st.booleans())
-    def add(self, group, member, done_before, again):
+          again=st.booleans(), length_class=st.sampled_from([SHORT, BODY, TAIL]), move=st.booleans())
+    def add(self, group, member, done_before, again, length_class, move):
         key = min(self.gone) if again and self.gone else f"key-{self.adds}"
         self.gone.discard(key)
-        self.book.add(key, group, member, done_before)
+        self.book.add(key, group, member, done_before, length_class, move)
+        self.moves[key] = move
+        self.moved.discard(key)
         self.tokens[key], self.versions[key], self.places[key] = [], [], (group, member)
         self.adds += 1
         if (group, member) in self.wishes:
@@ -60,10 +66,36 @@ class Books(RuleBasedStateMachine):
             self.tokens[key] += made
             self.versions[key] += [self.version] * len(made)
         for key in self.book.advance():
-            if key in self.tokens and self.book.look(key, self.tokens[key]).outcome != CONTINUE:
+            item = self.book.tracked[key]
+            decision = self.book.look(key, self.tokens[key])
+            if decision.outcome == YIELD:
+                assert item.length_class != SHORT
+                if decision.rule == "move":
+                    assert item.length_class == TAIL and self.moves[key] and key not in self.moved
+                    self.moved.add(key)
+                else:
+                    assert (decision.rule, self.settings.boundary) == ("boundary", "yield")
+            if decision.outcome != CONTINUE:
                 assert self.settings.enable
                 self._close(key)
+            else:
+                assert item.length_class != TAIL or not item.move or not item.boundaries  # else it would have moved
 
+    @rule(group=st.sampled_from([*GROUPS, "nobody"]), length=st.integers(2, 30), tail=st.booleans())
+    def set_segment_length(self, group, length, tail):
+        here = [key for key, (g, _) in self.places.items() if g == group]
+        before = {key: self.book.tracked[key].next_boundary for key in here}
+        counts = {key: len(self.tokens[key]) for key in here}
+        assert self.book.set_segment_length(group, length, tail, counts) == len(here)
+        self.lengths[group] = length, tail
+        self.longest = max(self.longest, length)
+        for key in here:
+            item, total = self.book.tracked[key], self.book.tracked[key].done_before + counts[key]
+            if item.length_class == SHORT:
+                assert item.next_boundary is None
+                continue
+            nearest = (total // length + 1) * length
+            assert item.next_boundary == (nearest if before[key] is None else min(before[key], nearest))
     @rule(group=st.sampled_from([*GROUPS, "nobody"]), members=st.none() | st.sets(st.integers(0, 4)),
           name=st.sampled_from(["group", "length"]))
     def ask_finish(self, group, members, name):
@@ -135,10 +167,19 @@ class Books(RuleBasedStateMachine):
         """An entry per response; entries of closed ones go when their step comes, at most segment_length later."""
         if hasattr(self, "book"):
             entries = self.book._wheel._heap
-            assert set(self.tokens) <= {key for _, _, key in entries} or not self.settings.enable
-            assert all(due <= self.book.step + self.settings.segment_length for due, _, _ in entries)
-            assert len(entries) <= self.adds if self.settings.enable else not entries
+            looked_at = {key for key, item in self.book.tracked.items()
+                         if item.next_boundary is not None or item.next_repetition is not None}
+            appointed = {(due, key) for due, _, key in entries}
+            assert all((self.book.tracked[key].due, key) in appointed for key in looked_at) or not self.settings.enable
+            assert all(due <= self.book.step + self.longest for due, _, _ in entries)
+            assert self.settings.enable or not entries
 
+    @invariant()
+    def a_boundary_is_ahead_and_the_tail_is_for_good(self):
+        if hasattr(self, "book"):
+            for item in self.book.tracked.values():
+                assert (item.next_boundary is None) == (item.length_class == SHORT)
+                assert item.length_class == TAIL or not self.lengths.get(item.group, (0, False))[1]
     @invariant()
     def spans_never_run_ahead(self):
         if hasattr(self, "book"):

@@ -17,6 +17,7 @@ from esgrpo.algo.accounting import (
     length_bias,
     prune_report,
     quantile,
+    sync_counts,
     token_balance,
 )
 
@@ -112,6 +113,13 @@ def test_a_pause_holds_back_all_replicas():
     window = {"start": 100.0, "seconds": 10.0, "capacity": 8, "used": 0.0, "sync": 0.0, "tail": 0.0, "idle": 80.0}
     rates = bubble([window, {**window, "capacity": 2, "idle": 20.0}], rollouter_paused_s=4.0)
     assert (rates["paused"], rates["starved"]) == pytest.approx((0.4, 0.6))
+
+
+def test_what_syncs_did_to_running_requests():
+    windows = [{"outcomes": {"abort": 2, "finish": 5}, "kv_ages": []}, {"outcomes": {}, "kv_ages": [[0, 1], [3, 1]]},
+               {"outcomes": {"abort": 1}, "kv_ages": [[1, 2]]}]
+    assert sync_counts(windows) == {"kept": 4, "aborted": 3, "kv_age": 3, "kv_age_mean": 5 / 4}
+    assert sync_counts([]) == {"kept": 0, "aborted": 0, "kv_age": 0, "kv_age_mean": 0.0}
 
 
 def _row(tokens, **changes):

@@ -34,7 +34,7 @@ def test_a_member_goes_on_where_it_was_interrupted_under_another_version():
     member.record(output([1, 2], payload=payload("yield", [[-1, 2]], boundaries=1)), 10)
     member.record(output([3], "aborted"), 12)
     again = attempts.Member.resumed(json.loads(json.dumps(member.state())), version=5)
-    assert again.fields() == {"group": "g", "member": 1, "done_before": 3}
+    assert again.fields() == {"group": "g", "member": 1, "done_before": 3, "length_class": "body", "move": False}
     again.record(output([4, 5], payload=payload("finish", [[-1, 2]])), 13)
     assert again.spans == [[3, 3], [5, 2]] and (again.tokens, again.attempts, again.boundaries) == (5, 3, 1)
 
@@ -117,3 +117,25 @@ def test_versions_of_joined_attempts_run_from_the_first_to_the_last():
     last = output([2], payload=payload("finish", [[5, 1]]), global_steps=5, min_global_steps=5, max_global_steps=5)
     total, _, _ = run_attempts([first, last], 8)
     assert total.extra_fields == {"global_steps": 5, "min_global_steps": 3, "max_global_steps": 5}
+
+
+@pytest.mark.parametrize("forecast, own, routing, expected", [
+    (None, "", True, ("body", True)), (None, "", False, ("body", False)),
+    ({"length_class": "short"}, "", True, ("short", True)), ({"length_class": "tail"}, "", True, ("tail", False)),
+    ({"length_class": "short"}, "tail", True, ("tail", False))])
+def test_an_attempt_says_its_class_and_whether_it_may_be_moved(monkeypatch, forecast, own, routing, expected):
+    segment = {"enable": True, "history": {"enable": True}, "routing": {"enable": routing}}
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps(segment))
+    fields = attempts.Member("g", 0, forecast=forecast, length_class=own).fields()
+    assert (fields["length_class"], fields["move"]) == expected
+
+
+def test_the_versions_of_a_response_are_those_of_its_tokens():
+    """A kept request ends after two syncs; the server says 5 for all of it."""
+    member = attempts.Member("g", 0)
+    answer = output([1, 2, 3], payload=payload("finish", [[3, 1], [4, 2]]), global_steps=5, min_global_steps=5,
+                    max_global_steps=5)
+    member.record(answer, 10)
+    assert {name: answer.extra_fields[name] for name in ("global_steps", "min_global_steps", "max_global_steps")} == {
+        "global_steps": 4, "min_global_steps": 3, "max_global_steps": 4}
+    assert (member.outcome, member.attempts, member.reprefill) == ("finish", 1, 0)  # nothing was aborted

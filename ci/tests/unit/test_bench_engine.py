@@ -45,6 +45,8 @@ def test_scheduler_cost_counts(tmp_path, kind):
     assert counts["boundaries"] == counts["boundaries_and_repetition"] <= 10
     assert result[kind]["boundary"]["looks"] == 40 * 16 / 2
     assert result[kind]["repetition_check"]["looks"] == 40 * 16 / 2
+    assert result[kind]["elastic_boundary"]["looks"] == 40 * 16 / 2 and result[kind]["elastic_boundary"]["told"] == 16
+    assert set(result[kind]["within"]) == {"boundary", "elastic_boundary", "nothing_due"}
     assert {"command", "versions", "cpu", "seed"} <= set(result)
 
 

@@ -93,6 +93,20 @@ def bubble(windows: Iterable[dict], rollouter_paused_s: float = 0.0) -> dict[str
     return {"bubble_rate": sum(rates.values()), **rates}
 
 
+def sync_counts(windows: Iterable[dict]) -> dict[str, float]:
+    """What the weight syncs that ended these windows did to running requests.
+
+    `kept`, `aborted`: responses. `kv_age`: weight versions between the oldest KV that a kept response reads and the
+    weights that came, largest and mean over kept responses; 0 where KV was rebuilt.
+    """
+    windows = list(windows)
+    ages = [(age, count) for window in windows for age, count in window["kv_ages"]]
+    kept = sum(count for _, count in ages)
+    return {"kept": kept, "aborted": sum(window["outcomes"].get("abort", 0) for window in windows),
+            "kv_age": max((age for age, _ in ages), default=0),
+            "kv_age_mean": sum(age * count for age, count in ages) / kept if kept else 0.0}
+
+
 def token_balance(rows: Iterable[dict]) -> dict[str, int]:
     """Tokens of finished responses by fate: spent = trained + the wastes, exactly.
 

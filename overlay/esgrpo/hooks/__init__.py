@@ -13,6 +13,8 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.replica_finish",
     "verl.abort_all_fails_loudly",
     "verl.pause_without_dropped_argument",
+    "verl.kept_requests",
+    "verl.rebalance_aborts",
     "verl.abort_by_external_id",
     "verl.resume_without_sleep",
     "verl.rollouter_windows",

@@ -10,6 +10,9 @@ import dataclasses
 import time
 from dataclasses import dataclass, field
 
+from esgrpo import config
+from esgrpo.algo.segments import BODY, TAIL
+
 PAYLOAD = "esgrpo"
 STATE = "esgrpo_member"  # key in extra_fields under which an interrupted response carries its member
 ABORTED = ("aborted", "abort")
@@ -35,6 +38,7 @@ class Member:
     started: float = field(default_factory=time.time)
     forecast: dict | None = None  # of this prompt, from the history; None when it is off
     decision: dict | None = None  # of the audit, plain: rule, prune, keep_probability, reason, tokens, pivot
+    length_class: str = ""  # set when the group moves it; empty: the forecast's
     version: int | None = None  # set where no attempt lives through a weight sync: all its tokens are of this version
 
     @classmethod
@@ -47,8 +51,14 @@ class Member:
         return dataclasses.asdict(self)
 
     def fields(self) -> dict:
-        """What the scheduler needs to know about this attempt; msgpack-plain."""
-        return {"group": self.group, "member": self.number, "done_before": self.tokens}
+        """What the scheduler and the router need to know about this attempt; msgpack-plain.
+
+        `move`: once this response turns out to be of the tail class, it may be handed back so that the router can move
+        it. An attempt that is of that class from the start was routed as such.
+        """
+        length_class = self.length_class or (self.forecast or {}).get("length_class", BODY)
+        return {"group": self.group, "member": self.number, "done_before": self.tokens, "length_class": length_class,
+                "move": config.current().routing.enable and length_class != TAIL}
 
     def record(self, output, prompt_tokens: int) -> None:
         """Take over one attempt's TokenOutput and set its stop_reason to what really happened."""
@@ -66,6 +76,7 @@ class Member:
             spans, self.outcome, self.rule = payload["spans"], payload["outcome"], payload["rule"]
             self.boundaries += payload["boundaries"]
             self.logprob_sum += payload["logprob_sum"]
+            _stamp(fields, spans)
         if self.version is not None:
             spans = [[self.version, count]]
         for version, tokens in spans:
@@ -97,3 +108,14 @@ class Member:
         return {"group": self.group, "member": self.number, "outcome": self.outcome, "rule": self.rule,
                 "tokens": self.tokens, "attempts": self.attempts, "reprefill": self.reprefill,
                 "boundaries": self.boundaries, "spans": self.spans, "started": self.started, "ended": time.time()}
+
+
+def _stamp(fields: dict, spans: list[list[int]]) -> None:
+    """verl's version range of an attempt, from the tokens: the server only knows its version when the answer is read.
+
+    A request that lived through a weight sync would look entirely fresh.
+    """
+    if spans and spans[0][0] >= 0:
+        fields["global_steps"] = spans[-1][0]
+        fields.update({name: spans[place][0] for name, place in (("min_global_steps", 0), ("max_global_steps", -1))
+                       if name in fields})

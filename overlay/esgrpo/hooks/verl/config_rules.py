@@ -44,9 +44,28 @@ def adjust(config, segment: Segment, features: frozenset[str]):
         if not actor.get("calculate_entropy", False):
             actor.calculate_entropy = True
             yield "actor.calculate_entropy: False -> True, because DMMPTs need the entropy"
+    if "keep" in features:
+        yield from _kept_requests(config)
     if (segment.enable or segment.observe) and rollout.name != "vllm":
         _refuse("actor_rollout_ref.rollout.name", rollout.name, "vllm with segment.enable or segment.observe",
                 "use the vllm rollout")
+
+
+def _kept_requests(config):
+    """Requests stay in the engines of standalone replicas only, and only where nothing frees their KV cache."""
+    fully_async, rollout = config.get("async_training") or {}, config.actor_rollout_ref.rollout
+    replicas = config.get("rollout") or rollout  # v1 trainers have the sizes in the actor's section
+    aborts = "segment.sync.requests=keep: every weight sync aborts, because "
+    if "compute_prox_log_prob" in fully_async:
+        yield aborts + "the servers of this verl cancel requests by themselves"
+    elif not replicas.get("nnodes") or not replicas.get("n_gpus_per_node"):
+        yield aborts + "there are no standalone replicas (rollout.nnodes, rollout.n_gpus_per_node)"
+    elif fully_async.get("use_dynamic_resource_scheduling") and rollout.free_cache_engine:
+        yield aborts + "hybrid replicas (async_training.use_dynamic_resource_scheduling) need free_cache_engine=True"
+    elif rollout.free_cache_engine:
+        rollout.free_cache_engine = False
+        yield ("actor_rollout_ref.rollout.free_cache_engine: True -> False, because segment.sync.requests=keep leaves "
+               "requests with their KV cache in the engine")
 
 
 # denominators that do not depend on which rows were kept; their losses are sums over a row's tokens

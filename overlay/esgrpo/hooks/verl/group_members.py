@@ -61,7 +61,7 @@ def collision(group: str):
 
 async def run_member(original, worker, group: str, args, kwargs, forecast=None):
     from esgrpo.algo.grouping import FAILED, FINISHED, PRUNED, GroupCollision
-    from esgrpo.hooks.verl import attempts, group_decisions
+    from esgrpo.hooks.verl import attempts, group_decisions, segment_length
     from esgrpo.hooks.verl.records import write
 
     coordinator = coordinator_of(worker)
@@ -88,6 +88,7 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None):
     if ask:
         await finish_members(worker, group, ask, "group", await servers_of(worker))
     await group_decisions.checkpoint(worker, group)
+    await segment_length.after_leave(worker, group, coordinator, member)
     if member.spans and member.spans[0][0] >= 0:  # verl's range starts with the version at the end of an attempt
         output.extra_fields["min_global_steps"] = member.spans[0][0]
     summary = {**member.summary(), "score": output.reward_score, **group_decisions.report(worker, member)}

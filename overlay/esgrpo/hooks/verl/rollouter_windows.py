@@ -35,7 +35,7 @@ def build(original):
 async def metrics(rollouter, timing) -> dict[str, float]:
     import asyncio
 
-    from esgrpo.algo.accounting import bubble
+    from esgrpo.algo.accounting import bubble, sync_counts
     from esgrpo.hooks.verl.records import write
 
     servers = [server for replica in rollouter.llm_server_manager.get_replicas() for server in replica.servers]
@@ -44,4 +44,5 @@ async def metrics(rollouter, timing) -> dict[str, float]:
     rates = bubble(windows, paused)
     for window in windows:
         write("windows", {**window, "rollouter_paused": paused})
-    return {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate for name, rate in rates.items()}
+    bubbles = {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate for name, rate in rates.items()}
+    return {**bubbles, **{f"esgrpo/sync/{name}": value for name, value in sync_counts(windows).items()}}

@@ -51,6 +51,21 @@ async def esgrpo_progress(self, group):
             for member, tokens in part.items()}
 
 
+async def esgrpo_set_segment_length(self, group, length, tail=False):
+    """Segments of this group have `length` tokens from now on; `tail` moves it to the tail class.
+
+    Returns how many of its responses are here.
+    """
+    from esgrpo.hooks.verl.server_control import engine_call
+
+    return sum(await engine_call(self, "esgrpo_set_segment_length", group, length, tail))
+
+
+async def esgrpo_require_abort(self, required):
+    """While `required`, a weight sync's "keep" is off: the caller counts on requests that come back."""
+    self.esgrpo_abort_required = required
+
+
 async def esgrpo_engine_reports(self):
     from esgrpo.hooks.verl.server_control import engine_call
 
@@ -63,7 +78,8 @@ async def esgrpo_take_windows(self):
     return windows
 
 
-METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_engine_reports, esgrpo_take_windows)
+METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_set_segment_length, esgrpo_require_abort,
+           esgrpo_engine_reports, esgrpo_take_windows)
 
 
 def apply(module) -> None:

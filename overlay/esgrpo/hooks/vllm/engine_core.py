@@ -41,7 +41,11 @@ def esgrpo_progress(self, group):
     return self.scheduler.segment_progress(group)
 
 
-UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish, esgrpo_progress)
+def esgrpo_set_segment_length(self, group, length, tail=False):
+    return self.scheduler.segment_set_length(group, length, tail)
+
+
+UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish, esgrpo_progress, esgrpo_set_segment_length)
 
 
 def apply(module) -> None:

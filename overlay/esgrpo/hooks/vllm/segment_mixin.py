@@ -16,6 +16,8 @@ from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
 
 PAYLOAD = "esgrpo"  # key in kv_transfer_params, the dict that vLLM carries from scheduler to RequestOutput
 STOP_REASON = {PRUNE: "pruned", "yield": "segment"}
+FIELDS = {"group": "group", "member": "member", "done_before": "done_before", "length_class": "length_class",
+          "move": "move"}  # what a client may say about an attempt -> argument of SegmentBook.add
 
 
 @functools.cache
@@ -56,7 +58,8 @@ class SegmentMixin:
         parameters = request.sampling_params
         fields = parameters is not None and (parameters.extra_args or {}).get("segment")
         if fields:
-            self.segment_book.add(request.request_id, fields["group"], fields["member"], fields["done_before"])
+            self.segment_book.add(request.request_id, **{known: fields[name] for name, known in FIELDS.items()
+                                                         if name in fields})
 
     def schedule(self, *args, **kwargs):
         output = super().schedule(*args, **kwargs)
@@ -71,6 +74,8 @@ class SegmentMixin:
     def reset_prefix_cache(self, *args, **kwargs):
         """Upstream drops what is in flight of the requests that it preempts for this; so do the sums."""
         done = super().reset_prefix_cache(*args, **kwargs)
+        if not done and self.segment_book.settings.keeps:
+            self._segment_forget_prefixes()
         for key, request in self.requests.items():
             in_flight = self._segment_in_flight(key)
             if in_flight and _drops_output(request):
@@ -79,6 +84,14 @@ class SegmentMixin:
                 # vLLM < 0.23 would drop the next token instead, which the model has already gone on from.
                 request.discard_latest_async_tokens = False
         return done
+
+    def _segment_forget_prefixes(self) -> None:
+        """New requests must not find KV of older weights: upstream refuses to reset the cache while anything uses it.
+
+        Kept requests go on with their blocks; only the hashes by which others would find them go.
+        """
+        pool = self.kv_cache_manager.block_pool
+        pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
 
     def _segment_in_flight(self, key: str) -> int:
         """Scheduled tokens of a request whose output has not come yet.
@@ -162,12 +175,18 @@ class SegmentMixin:
 
     def segment_set_version(self, version: int) -> dict:
         """New weights are in; returns the window that ends with them."""
-        counts = {key: self.requests[key].num_output_tokens for key in self.segment_book.tracked}
+        book = self.segment_book
+        kept = {key: self.requests[key] for key in book.tracked}
         window = dataclasses.asdict(self.segment_occupancy.close())
-        window["version"] = self.segment_book.version
+        window["version"] = book.version
         window["outcomes"] = dict(self.segment_outcomes)
+        window["in_flight"] = sum(map(len, self.segment_flight))  # a pause settles them; else they count as new
+        ages = book.kv_ages(version, {key: (request.num_computed_tokens > 0, getattr(request, "num_preemptions", 0))
+                                      for key, request in kept.items()})
+        window["kept"] = len(ages)
+        window["kv_ages"] = [list(pair) for pair in sorted(Counter(ages).items())]  # [weight versions, responses]
         self.segment_outcomes.clear()
-        self.segment_book.set_version(version, counts)
+        book.set_version(version, {key: request.num_output_tokens for key, request in kept.items()})
         return window
 
     def segment_finish(self, group: str, members, rule: str) -> int:
@@ -178,3 +197,9 @@ class SegmentMixin:
         book = self.segment_book
         return {member: book.tracked[key].done_before + self.requests[key].num_output_tokens
                 for member, key in book.members_of(group).items()}
+
+    def segment_set_length(self, group: str, length: int, tail: bool) -> int:
+        """Segments of this group have `length` tokens from now on; returns how many of its responses are here."""
+        book = self.segment_book
+        return book.set_segment_length(group, length, tail, {
+            key: self.requests[key].num_output_tokens for key in book.members_of(group).values()})

@@ -1,0 +1,172 @@
+"""Which module brings what: the testbed under plain verl async, UloRL's fixed segments, each module alone, and all.
+
+    python -m bench.ablation --seeds 1,2,3 --budget 300 --task search
+
+Every arm is a real fully-async run (Ray, vLLM, weight syncs) of the same command and the same wall-time budget; the
+arms of one seed follow each other, in an order that rotates with the seed. A finished run is not run again, so an
+interrupted command goes on where it was. Numbers are medians over seeds with their range; ratios are taken within a
+seed against `off`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench import arm, compare
+from bench.quickstart import ROOT, TRAINING_PROMPTS, VALIDATION_PROMPTS, common_overrides, cpu_model, print_table, say
+from bench.testbed import make_data
+
+SEGMENT = "+actor_rollout_ref.rollout.segment"
+SEGMENT_LENGTH = 64  # tokens; responses of the testbed end between 20 and 512
+
+
+def switches(*keys: str) -> list[str]:
+    """Overrides of the group `segment`; a key without a value is switched on."""
+    return [f"{SEGMENT}.{key if '=' in key else key + '=True'}" for key in keys]
+
+
+ON = ("enable", f"segment_length={SEGMENT_LENGTH}")
+HISTORY = "history.enable"
+LOOPS = ("prune.repetition.enable", "prune.repetition.min_count=6")
+ARMS = {
+    "off": switches("observe"),
+    "static": switches("profile=static", f"segment_length={SEGMENT_LENGTH}"),
+    "A routing": switches(*ON, HISTORY, "routing.enable"),
+    "B soft": switches(*ON),
+    "C pruning": switches(*ON, HISTORY, *LOOPS, "prune.hopeless", "prune.resolved.enable", "prune.audit.enable"),
+    "C sampler": switches(*ON, HISTORY, "sampler.enable"),
+    "D elastic": switches(*ON, HISTORY, "elastic.enable"),
+    "keep": switches(*ON, "sync.requests=keep"),
+    "all": switches("profile=elastic", f"segment_length={SEGMENT_LENGTH}", "prune.repetition.min_count=6"),
+}
+WASTES = ("pruned", "zero_variance", "stale", "reprefill")
+BASELINE = "off"
+
+
+def measures(run_dir: Path) -> dict[str, float | None]:
+    """The numbers of one run; None where the arm has no such thing."""
+    result = compare.load(run_dir)
+    metrics = [json.loads(line)["data"] for line in (run_dir / "metrics-timed.jsonl").read_text().splitlines()]
+
+    def last(key):
+        return next((m[key] for m in reversed(metrics) if key in m), None)
+
+    spent = max(1, result.balance["spent"])
+    bias = [v for m in metrics[-1:] for k, v in m.items() if k.startswith("esgrpo/length_bias/")]
+    return {
+        "step time, s": result.seconds / result.steps if result.steps else None,
+        "bubble rate": result.bubble["bubble_rate"],
+        "decoded tokens/s": result.decoded / result.seconds,
+        "effective tokens/s": result.balance["trained"] / result.seconds,
+        "time to target, s": result.time_to_target,
+        "held-out reward, last": result.evaluations[-1][1] if result.evaluations else None,
+        **{f"waste {cause}": result.balance[cause] / spent for cause in WASTES},
+        "false-prune rate": last("esgrpo/prune/false_rate"),
+        "length bias": max(bias) if bias else None,
+        "requests kept per sync": last("esgrpo/sync/kept"),
+        "tail ratio": result.tail_ratio,
+    }
+
+
+def spread(values: list[float | None]) -> str:
+    known = sorted(v for v in values if v is not None)
+    if not known:
+        return "-"
+    text = f"{statistics.median(known):.3g}"
+    if len(known) > 1:
+        text += f" [{known[0]:.3g}, {known[-1]:.3g}]"
+    return text if len(known) == len(values) else f"{text} ({len(known)} of {len(values)})"
+
+
+def table(found: dict[str, dict[int, dict]]) -> list[list[str]]:
+    """Rows of text, one per measure; `found` maps arm -> seed -> measures."""
+    names = list(found)
+    keys = list(dict.fromkeys(k for arms in found.values() for m in arms.values() for k in m))
+    rows = [["", *names]]
+    rows += [[key, *[spread([m.get(key) for m in found[name].values()]) for name in names]] for key in keys]
+    for key in ("effective tokens/s", "decoded tokens/s"):
+        ratios = []
+        for name in names:
+            pairs = [(m[key], found[BASELINE][seed][key]) for seed, m in found[name].items()
+                     if seed in found.get(BASELINE, {})]
+            ratios.append(spread([ours / theirs for ours, theirs in pairs if theirs]))
+        rows.append([f"{key}, ratio to {BASELINE}", *ratios])
+    return rows
+
+
+def run_arm(name: str, seed: int, options, say=say) -> dict[str, float | None]:
+    run_dir = options.out / f"{options.task}-{seed}-{name.replace(' ', '-')}"
+    data = options.out / f"data-{options.task}-{seed}"
+    overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common_overrides(data, seed)] + ARMS[name]
+    done = run_dir / "arm.json"
+    if not done.exists() or json.loads(done.read_text())["overrides"] != overrides:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        make_data.write(options.task, seed, {"train": TRAINING_PROMPTS, "val": VALIDATION_PROMPTS}, data)
+        arm.run(f"{name} seed {seed}", overrides, run_dir, ROOT / "overlay", budget_s=options.budget, say=say)
+    return measures(run_dir)
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__.splitlines()[0])
+    parser.add_argument("--arms", default=",".join(ARMS), help="which of: " + ", ".join(ARMS))
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--budget", type=float, default=300.0, help="wall seconds per run after start-up")
+    parser.add_argument("--task", default="search", help="a task of bench/testbed")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablation")
+    parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
+    options = parser.parse_args(argv)
+    options.out = options.out.resolve()
+    names, seeds = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")]
+    unknown = [name for name in names if name not in ARMS]
+    if unknown:
+        parser.error(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    found: dict[str, dict[int, dict]] = {name: {} for name in names}
+    failed = []
+    try:
+        for number, seed in enumerate(seeds):
+            for name in names[number % len(names):] + names[:number % len(names)]:
+                try:
+                    found[name][seed] = run_arm(name, seed, options)
+                except RuntimeError as error:  # the others still count; the exit code tells
+                    failed.append(str(error))
+                    say(f"ablation: {error}")
+    except KeyboardInterrupt:
+        say("interrupted; every process of the run has been ended; the same command goes on from here")
+        return 130
+    return report(found, failed, options)
+
+
+def report(found, failed: list[str], options) -> int:
+    rows = table({name: seeds for name, seeds in found.items() if seeds})
+    notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
+             f"{time.strftime('%Y-%m-%d')}, commit {commit()}",
+             f"{platform.machine()}, {cpu_model()}, {os.cpu_count()} cores for one trainer and one rollout replica",
+             "median [range] over seeds; ratios within a seed; waste as a share of spent tokens"]
+    print("\n" + "\n".join(notes) + "\n")
+    print_table(rows)
+    if options.results:
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        command = "python -m bench.ablation " + " ".join(sys.argv[1:])
+        options.results.write_text(json.dumps({"command": command, "notes": notes, "arms": ARMS, "failed": failed,
+                                               "measures": found, "table": rows}, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

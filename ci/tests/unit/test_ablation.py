@@ -1,0 +1,49 @@
+"""The ablation's arms are valid settings, and its table says how many seeds a number rests on."""
+
+import pytest
+
+from bench import ablation
+from esgrpo import config
+
+
+def settings_of(arm):
+    values = {}
+    for override in ablation.ARMS[arm]:
+        path, _, value = override.removeprefix(ablation.SEGMENT + ".").partition("=")
+        *groups, key = path.split(".")
+        place = values
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[key] = {"True": True}.get(value, int(value) if value.isdigit() else value)
+    return config.parse(values, 512)
+
+
+@pytest.mark.parametrize("arm", ablation.ARMS)
+def test_every_arm_composes(arm):
+    settings = settings_of(arm)
+    assert settings.enable == (arm != "off") and settings.observe == (arm == "off")
+
+
+def test_each_module_is_one_switch_away_from_the_arm_before():
+    base = config.features(settings_of("B soft"), "vanilla")
+    own = {arm: config.features(settings_of(arm), "vanilla") - base for arm in ablation.ARMS}
+    assert own["A routing"] == {"history", "routing"} and own["D elastic"] == {"history", "elastic"}
+    assert own["C pruning"] == {"history", "prune", "weighted"} and own["C sampler"] == {"history", "sampler"}
+    assert own["keep"] == {"keep"} and own["static"] == {"yield"}
+    assert own["all"] == set().union(*own.values()) - {"yield"}
+
+
+def test_a_number_says_how_many_seeds_it_rests_on():
+    assert ablation.spread([3.0, 1.0, 2.0]) == "2 [1, 3]"
+    assert ablation.spread([3.0, None, 2.0]) == "2.5 [2, 3] (2 of 3)"
+    assert ablation.spread([None, None]) == "-"
+
+
+def test_ratios_are_taken_within_a_seed():
+    def measured(value):
+        return {"effective tokens/s": value, "decoded tokens/s": value}
+
+    rows = ablation.table({"off": {1: measured(10.0), 2: measured(100.0)},
+                           "all": {1: measured(20.0), 2: measured(300.0)}})
+    assert rows[0] == ["", "off", "all"]
+    assert ["effective tokens/s, ratio to off", "1 [1, 1]", "2.5 [2, 3]"] in rows
