@@ -70,12 +70,14 @@ def _finished(worker, member, output):
     from esgrpo.algo.group_pruning import Finished
     from esgrpo.algo.pruning import is_correct
 
-    if output is None or output.reward_score is None:
+    if output is None:  # failed, or under v1, where the row went another way and left its reward with the member
+        score, acc = getattr(member, "score", None), member.acc
+    else:
+        score, acc = output.reward_score, (output.extra_fields.get("reward_extra_info") or {}).get("acc")
+    if score is None:
         return None
-    acc = (output.extra_fields.get("reward_extra_info") or {}).get("acc")
-    correct = is_correct(output.reward_score, acc, config.current().success_threshold)
     capped = member.tokens >= worker.rollout_config.response_length
-    return Finished(member.tokens, correct, float(output.reward_score), capped)
+    return Finished(member.tokens, is_correct(score, acc, config.current().success_threshold), float(score), capped)
 
 
 async def checkpoint(worker, group: str) -> None:
@@ -88,7 +90,8 @@ async def checkpoint(worker, group: str) -> None:
     servers = await group_members.servers_of(worker)
     running = await progress(servers, group)
     # verdicts are taken at once, on what is true after the answers: others may have ended while we waited
-    running = {number: tokens for number, tokens in running.items() if (group, number) in worker.esgrpo_members}
+    members = {number: worker.esgrpo_members.get((group, number)) for number in running}
+    running = {number: running[number] for number, member in members.items() if member and not member.sealed}
     doomed: dict[str, list[int]] = {}
     for number, decided in pruner.checkpoint(group, running).items():
         verdict = decided.verdict

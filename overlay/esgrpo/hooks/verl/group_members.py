@@ -77,9 +77,7 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None):
     outcome, output = FAILED, None
     try:
         output = await original(worker, *args, **kwargs)
-        if member.doomed:  # also when it ended in another way before the engine heard of it
-            member.outcome, member.rule = "prune", member.decision["rule"]
-        outcome = PRUNED if member.outcome == "prune" else FINISHED
+        outcome = PRUNED if member.doomed or member.outcome == "prune" else FINISHED
     finally:
         attempts.current.reset(token)
         del worker.esgrpo_members[group, number]
