@@ -192,7 +192,7 @@ def test_the_denominator_is_fixed_or_said(mode, factor, line):
     assert config.actor_rollout_ref.actor.loss_scale_factor == (64 if "norm" in mode else None)
 
 
-def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois", **async_training):
+def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois", more=(), **async_training):
     from omegaconf import OmegaConf
 
     from esgrpo import config as settings
@@ -205,7 +205,7 @@ def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois",
         "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False}, "async_training": async_training,
         "data": {"max_response_length": 64}})
     segment = settings.parse({"enable": True, "segment_length": 32, "prune": prune})
-    return config, list(adjust(config, segment, settings.features(segment, loss_mode)))
+    return config, list(adjust(config, segment, settings.features(segment, loss_mode).union(more)))
 
 
 @pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov", "dro"])
@@ -214,6 +214,13 @@ def test_losses_that_are_not_proportional_are_refused(loss_mode):
 
     with pytest.raises(ConfigError, match=loss_mode):
         adjusted({"finish_group_after": 4, "audit": {"enable": True}}, loss_mode=loss_mode)
+
+
+def test_v1_is_refused_until_weights_have_a_way():
+    from esgrpo.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="v1"):
+        adjusted({"finish_group_after": 4, "audit": {"enable": True}}, more={"v1"})
 
 
 def test_verl_0_7_0_is_refused_and_optional_stopping_without_audit_is_called_biased():

@@ -35,7 +35,7 @@ def adjust(config, segment: Segment, features: frozenset[str]):
         elif estimator != "grpo_segment":
             _refuse("algorithm.adv_estimator", estimator, "grpo or grpo_segment with pruning on",
                     f"set it, or switch {PREFIX}.prune off")
-    yield from _pruning(config, segment)
+    yield from _pruning(config, segment, features)
     if features & {"pois", "sais"}:
         yield from _losses(config, segment, features)
     if "dmmpt" in features:
@@ -74,7 +74,7 @@ FIXED_DENOMINATORS = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-su
 NOT_HOMOGENEOUS = ("clip_cov", "kl_cov", "dro")
 
 
-def _pruning(config, segment: Segment):
+def _pruning(config, segment: Segment, features: frozenset[str]):
     """What weights for pruned rows need: a fixed denominator and a loss that is proportional to the advantage."""
     actor = config.actor_rollout_ref.actor
     if segment.prunes_groups and not segment.weighted:
@@ -87,6 +87,9 @@ def _pruning(config, segment: Segment):
                     "progress and its estimator gets no weights: switch the rule off, or use verl 0.9.1")
     if not segment.weighted:
         return
+    if "v1" in features:  # its trainers compute advantages from named columns of the TransferQueue
+        _refuse(f"{PREFIX}.prune.audit.enable", True, "False under verl's v1 trainers", "keep probabilities do not "
+                "reach their estimator yet: switch the group rules and the audit off, or use the fully-async main")
     loss_mode = actor.policy_loss.get("loss_mode", "vanilla")
     if loss_mode in NOT_HOMOGENEOUS:
         _refuse("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, "another loss with audited pruning",
