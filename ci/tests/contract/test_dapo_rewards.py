@@ -151,3 +151,26 @@ def test_without_the_penalty_the_group_is_null(manager):
         rows = group(made, [(tokens, scored(manager, tokens)) for tokens in (10, 12, 14, 16, 18, 20)])
     assert any(row["outcome"] == "prune" for row in rows)
     assert is_resolved_null(rows, [row["outcome"] != "prune" for row in rows])
+
+
+def test_a_row_that_has_left_is_no_candidate_and_one_without_output_still_counts(manager):
+    """verl's v1 writes the row before the worker hook returns: reward and acc are left with the member."""
+    from esgrpo.hooks.verl import attempts, group_decisions
+
+    made = worker()
+    made.esgrpo_members = {}
+    for number in range(4):
+        member = attempts.Member("v1", number, forecast=CERTAIN, tokens=20)
+        made.esgrpo_members["v1", number] = member
+        group_decisions.watch(made, member, SIZE)
+    made.esgrpo_coordinator = SimpleNamespace(groups={"v1": None})
+    for number in (0, 1):
+        member = made.esgrpo_members.pop(("v1", number))
+        member.score, member.acc = 1.0, True
+        group_decisions.ended(made, member, None)
+    sealed, open_ = made.esgrpo_members["v1", 2], made.esgrpo_members["v1", 3]
+    sealed.summary()
+    made.running = {2: 20, 3: 20}
+    asyncio.run(group_decisions.checkpoint(made, "v1"))
+    assert sealed.decision is None and open_.decision is not None
+    assert made.esgrpo_pruner.groups["v1"].finished[0].correct

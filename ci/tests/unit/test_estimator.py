@@ -219,8 +219,9 @@ def test_losses_that_are_not_proportional_are_refused(loss_mode):
 def test_verl_0_7_0_is_refused_and_optional_stopping_without_audit_is_called_biased():
     from esgrpo.errors import ConfigError
 
-    with pytest.raises(ConfigError, match="audit"):
-        adjusted({"finish_group_after": 4, "audit": {"enable": True}}, compute_prox_log_prob=False)
+    for prune in ({"finish_group_after": 4, "audit": {"enable": True}}, {"hopeless": True}):
+        with pytest.raises(ConfigError, match="0.7.0"):
+            adjusted(prune, compute_prox_log_prob=False)
     _, lines = adjusted({"finish_group_after": 4})
     assert any("biased" in line for line in lines)
     _, lines = adjusted({"finish_group_after": 4, "audit": {"enable": True}})

@@ -37,11 +37,11 @@ class Member:
     spans: list[list[int]] = field(default_factory=list)  # [weight version, tokens], oldest first
     started: float = field(default_factory=time.time)
     forecast: dict | None = None  # of this prompt, from the history; None when it is off
+    acc: object = None  # correctness as the reward function reports it, where no output is handed back (v1)
+    sealed: bool = False  # its summary has been given out
     decision: dict | None = None  # of the audit, plain: rule, prune, keep_probability, reason, tokens, pivot
     length_class: str = ""  # set when the group moves it; empty: the forecast's
-    written: bool = False  # verl's v1: the row is on its way into the TransferQueue, no verdict can change it
     score: float | None = None  # with acc, under v1 only, where nothing but the TransferQueue gets the row
-    acc: object = None
     version: int | None = None  # set where no attempt lives through a weight sync: all its tokens are of this version
 
     @classmethod
@@ -99,12 +99,11 @@ class Member:
         """A coin has fallen against it."""
         return self.decision is not None and self.decision["prune"]
 
-    def settle(self) -> None:
-        """Nothing more will be decoded: a verdict stands, also when it ended before the engine heard of it."""
-        if self.doomed:
-            self.outcome, self.rule = "prune", self.decision["rule"]
-
     def summary(self) -> dict:
+        """What the row carries. From now on nothing may be decided about it: a coin would come too late."""
+        self.sealed = True
+        if self.doomed:  # also when it ended in another way before the engine heard of it
+            self.outcome, self.rule = "prune", self.decision["rule"]
         decision = self.decision or {}
         return {**self._ending(), "candidate": self.decision is not None,
                 "exempted": self.decision is not None and not self.doomed,

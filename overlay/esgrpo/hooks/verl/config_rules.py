@@ -86,11 +86,13 @@ def _pruning(config, segment: Segment):
     if segment.prunes_groups and not segment.weighted:
         yield (f"{PREFIX}.prune.finish_group_after drops long answers and the gradient is biased: nothing weighs the "
                f"rows that are kept; set {PREFIX}.prune.audit.enable=True")
+    legacy = "compute_prox_log_prob" in (config.get("async_training") or {})  # verl 0.7.0
+    for key, on in (("audit.enable", segment.weighted), ("hopeless", segment.enable and segment.prune.hopeless)):
+        if legacy and on:
+            _refuse(f"{PREFIX}.prune.{key}", True, "False with verl 0.7.0", "its agent loops ask no replica for "
+                    "progress and its estimator gets no weights: switch the rule off, or use verl 0.9.1")
     if not segment.weighted:
         return
-    if "compute_prox_log_prob" in (config.get("async_training") or {}):
-        _refuse(f"{PREFIX}.prune.audit.enable", True, "False with verl 0.7.0", "weights have no way to its estimator: "
-                "switch the group rules and the audit off, or use verl 0.9.1")
     loss_mode = actor.policy_loss.get("loss_mode", "vanilla")
     if loss_mode in NOT_HOMOGENEOUS:
         _refuse("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, "another loss with audited pruning",

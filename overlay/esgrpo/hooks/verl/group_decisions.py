@@ -93,9 +93,8 @@ async def checkpoint(worker, group: str) -> None:
     servers = await group_members.servers_of(worker)
     running = await progress(servers, group)
     # verdicts are taken at once, on what is true after the answers: others may have ended while we waited
-    members = worker.esgrpo_members
-    running = {number: tokens for number, tokens in running.items()
-               if (group, number) in members and not members[group, number].written}
+    members = {number: worker.esgrpo_members.get((group, number)) for number in running}
+    running = {number: running[number] for number, member in members.items() if member and not member.sealed}
     doomed: dict[str, list[int]] = {}
     for number, decided in pruner.checkpoint(group, running).items():
         verdict = decided.verdict

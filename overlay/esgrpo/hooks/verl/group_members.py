@@ -77,8 +77,7 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None):
     outcome, output = FAILED, None
     try:
         output = await original(worker, *args, **kwargs)
-        member.settle()
-        outcome = PRUNED if member.outcome == "prune" else FINISHED
+        outcome = PRUNED if member.doomed or member.outcome == "prune" else FINISHED
     finally:
         attempts.current.reset(token)
         del worker.esgrpo_members[group, number]

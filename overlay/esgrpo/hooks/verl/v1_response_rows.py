@@ -44,8 +44,6 @@ def build(original):
 
 def attach(member, outputs) -> None:
     """Every output of a session carries the session's summary; verl's version range starts at its first token."""
-    member.written = True
-    member.settle()
     summary = member.summary()
     for output in outputs:
         output.extra_fields["esgrpo"] = summary
