@@ -78,7 +78,7 @@ class Prompts(RuleBasedStateMachine):
             assert self.sampler.eligible and self.sampler.taken == len(self.taken)
 
     @invariant()
-    def at_most_twice_in_one_epoch(self):
+    def not_more_often_in_one_epoch_than_the_rest_allows(self):
         if hasattr(self, "sampler") and self.taken:
             assert max(Counter(self.taken[-self.prompts:]).values()) <= MOST_IN_AN_EPOCH or self.prompts == 1
 

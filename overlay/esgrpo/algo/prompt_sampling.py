@@ -16,8 +16,8 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-REST_SHARE = 0.5  # of the prompts: with at least half of them in between, no window of one epoch has a prompt thrice
-MOST_IN_AN_EPOCH = 2  # what REST_SHARE implies
+REST_SHARE = 0.25  # of the prompts; a longer rest repeats less and finds less gradient (bench.prompt_sampling)
+MOST_IN_AN_EPOCH = 4  # what REST_SHARE implies: takes of one prompt are more than a quarter of the prompts apart
 REPORT_WINDOW = 1000  # groups that the reported shares are computed from
 STATE_VERSION = 1
 
