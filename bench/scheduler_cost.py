@@ -40,7 +40,7 @@ RESULT = Path(__file__).parent / "results" / "scheduler_cost.json"
 HISTORY = 1000  # response tokens at the start; a repetition check looks at up to 256
 WARM_UP = 2  # untimed steps after a change of class, for the interpreter's inline caches
 HUGE = 1 << 40  # a segment length that no response reaches
-LIMITS = {"boundary": 5.0, "elastic_boundary": 5.0, "nothing_due": 0.02}  # microseconds a look; share of upstream's time
+LIMITS = {"boundary": 5.0, "elastic_boundary": 5.0, "nothing_due": 0.02}  # us a look; share of upstream's time
 NATIVE = {"max_pattern_size": 32, "min_pattern_size": 1, "min_count": 8}  # the rule of our defaults
 
 
