@@ -219,8 +219,9 @@ def _sync_with_kept_requests(new, rebuild: bool):
             player.run(12)
         player.run()
         lengths.append({key: list(tokens) for key, tokens in player.tokens.items()})
-    expect(lengths[1], lengths[0], "tokens with and without the mixin")
-    expect(lengths[0], {f"r{i}": [LOOP + j for j in range(50)] for i in range(6)}, "every token once")
+    if not rebuild:  # vLLM < 0.23 alone loses a token of each request at every reset of the cache
+        expect(lengths[0], lengths[1], "tokens without the mixin and with it")
+    expect(lengths[1], {f"r{i}": [LOOP + j for j in range(50)] for i in range(6)}, "every token once")
     for key, (_, _, payload) in player.ends.items():
         counts = [before.get(key, 0) for before in spans[1:]] + [50]
         wanted = [[version, after - before] for version, before, after in
