@@ -37,7 +37,7 @@ def switches(*keys: str) -> list[str]:
 
 ON = ("enable", f"segment_length={SEGMENT_LENGTH}")
 HISTORY = "history.enable"
-LOOPS = ("prune.repetition.enable", "prune.repetition.min_count=6")
+LOOPS = ("prune.repetition.enable", "prune.repetition.min_count=6", "prune.repetition.keep_row")
 ARMS = {
     "off": switches("observe"),
     "static": switches("profile=static", f"segment_length={SEGMENT_LENGTH}"),

@@ -199,7 +199,8 @@ PROFILES: dict[str, dict] = {
         "history": {"enable": True},
         "routing": {"enable": True},
         "elastic": {"enable": True},
-        "prune": {"repetition": {"enable": True}, "hopeless": True, "resolved": {"enable": True},
+        # loops are trained as the failures that they are: masked, they would never be unlearned
+        "prune": {"repetition": {"enable": True, "keep_row": True}, "hopeless": True, "resolved": {"enable": True},
                   "audit": {"enable": True}},
         "sampler": {"enable": True},
         "sync": {"requests": "keep"},
@@ -344,8 +345,9 @@ def current() -> Segment:
 
 
 def facts() -> dict:
-    """What the driver knows of the run and a worker does not: devices, optimizer_steps_per_version."""
-    return {"devices": 1, "optimizer_steps_per_version": 1, **json.loads(os.environ.get(ENV_FACTS) or "{}")}
+    """What the driver knows of the run and a worker does not: devices, replicas, optimizer_steps_per_version."""
+    defaults = {"devices": 1, "replicas": 1, "optimizer_steps_per_version": 1}
+    return {**defaults, **json.loads(os.environ.get(ENV_FACTS) or "{}")}
 
 
 def to_json(segment: Segment) -> str:

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("transfer_queue")
 
 import torch  # noqa: E402
+from transfer_queue import KVBatchMeta  # noqa: E402
 
 from ci.tests.contract.queue_stub import Queue  # noqa: E402
 from esgrpo import config, engine  # noqa: E402
@@ -57,7 +58,7 @@ def put(queue, key: str, tokens: int, padding: bool = False, **fields) -> None:
 
 
 def batch_of(queue, *keys):
-    return SimpleNamespace(keys=list(keys), tags=[queue.tags[key] for key in keys], partition_id="train")
+    return KVBatchMeta(keys=list(keys), tags=[queue.tags[key] for key in keys], partition_id="train")
 
 
 # rows in the TransferQueue

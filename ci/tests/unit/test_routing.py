@@ -10,7 +10,7 @@ import pytest
 
 from esgrpo import config
 from esgrpo.algo import routing
-from esgrpo.algo.routing import BODY, SHORT, TAIL, ClassLoad, PromptQueue, TailShare, alternate, choose_replica
+from esgrpo.algo.routing import BODY, SHORT, TAIL, ClassLoad, PromptQueue, TailShare, choose_replica
 from esgrpo.hooks.verl import prompt_queue, routing_metrics, tail_router
 from esgrpo.hooks.verl.prompt_queue import OrderedQueue
 
@@ -55,17 +55,6 @@ def test_fifo_without_lengths():
     for number in range(9):
         queue.push(number, random.random())
     assert popped(queue) == list(range(9)) and queue.overtakes == 0
-
-
-def test_alternating_steps_complement_each_other():
-    items = [("a", 3), ("b", 1), ("c", 2), ("d", 2)]
-
-    def length(item):
-        return item[1]
-
-    assert [name for name, _ in alternate(0, items, length)] == ["a", "c", "d", "b"]
-    assert [name for name, _ in alternate(1, items, length)] == ["b", "c", "d", "a"]
-    assert sorted(alternate(7, items, length)) == sorted(items) and alternate(2, [], length) == []
 
 
 def test_classes():

@@ -80,12 +80,6 @@ class PromptQueue:
         return counts
 
 
-def alternate(step: int, items: Iterable, predicted: Callable[[Any], float]) -> list:
-    """Longest first in even steps, shortest first in odd ones, so that the bubbles of two steps complement each other
-    (RhymeRL's HistoPipe). Equal forecasts keep their order."""
-    return sorted(items, key=predicted, reverse=step % 2 == 0)
-
-
 @dataclass
 class TailShare:
     """How many of R replicas serve the tail class.

@@ -61,7 +61,7 @@ class Member:
         """
         length_class = self.length_class or (self.forecast or {}).get("length_class", BODY)
         return {"group": self.group, "member": self.number, "done_before": self.tokens, "length_class": length_class,
-                "move": config.current().routing.enable and length_class != TAIL}
+                "move": config.current().routing.enable and config.facts()["replicas"] > 1 and length_class != TAIL}
 
     def record(self, output, prompt_tokens: int) -> None:
         """Take over one attempt's TokenOutput and set its stop_reason to what really happened."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import sys
 import sysconfig
@@ -89,7 +90,7 @@ def is_v1(config) -> bool:
 
 
 def _facts(config) -> dict:
-    """Accelerators (trainer plus standalone rollout) and optimiser steps between two weight syncs."""
+    """Accelerators (trainer plus standalone rollout), rollout replicas, optimiser steps between two weight syncs."""
     rollout, fully_async = config.get("rollout"), config.get("async_training")
     steps = config.actor_rollout_ref.actor.ppo_epochs
     if is_v1(config):
@@ -99,7 +100,10 @@ def _facts(config) -> dict:
     standalone = rollout.nnodes * rollout.n_gpus_per_node if rollout is not None else 0
     if fully_async is not None:
         steps *= fully_async.require_batches * fully_async.trigger_parameter_sync_step
-    return {"devices": config.trainer.nnodes * config.trainer.n_gpus_per_node + standalone,
+    trainer = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    sizes = (f"{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model"))
+    replica = math.prod(config.actor_rollout_ref.rollout.get(size) or 1 for size in sizes)
+    return {"devices": trainer + standalone, "replicas": (standalone or trainer) // replica,
             "optimizer_steps_per_version": steps}
 
 

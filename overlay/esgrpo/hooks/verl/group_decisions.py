@@ -98,7 +98,7 @@ async def checkpoint(worker, group: str) -> None:
     doomed: dict[str, list[int]] = {}
     for number, decided in pruner.checkpoint(group, running).items():
         verdict = decided.verdict
-        members[group, number].decision = {
+        members[number].decision = {
             "rule": verdict.rule, "prune": verdict.prune, "keep_probability": verdict.pi, "reason": verdict.reason,
             "tokens": decided.tokens, "pivot": decided.pivot}
         if verdict.prune:

@@ -1,0 +1,121 @@
+"""A real fully-async run with the whole method on: history, routing, elastic segments, audited pruning, sampler, keep.
+
+One start. Its pruning is as bold as the settings allow, so that many coins fall in a short run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import arm
+from ci.tests.e2e.test_fully_async import (
+    GROUP_SIZE,
+    NEVER_WAIT,
+    RESPONSE_LENGTH,
+    ROOT,
+    SEGMENT,
+    metrics_of,
+    overrides,
+)
+from esgrpo.hooks.verl.records import read
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+
+# More than the rollouter's queue holds: while the feed still has work, a place can be given back.
+PROMPTS, EXEMPT = 120, 0.3
+
+# Hooks that only this run needs, beside those of test_fully_async.
+EXPECTED = {
+    "rollouter": {"prompt-forecasts", "prompt-queue", "tail-router", "prompt-sampler", "resolved-groups-are-replaced",
+                  "rebalance-aborts"},
+    "trainer": {"keep-probabilities-reach-estimator"},
+    "vllm-server": {"kept-requests"},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("elastic")
+    run_dir, prune = tmp_path / "run", f"{SEGMENT}.prune"
+    arm.run("elastic", overrides(
+        tmp_path, run_dir, f"{SEGMENT}.profile=elastic", f"{SEGMENT}.segment_length=64",
+        f"{SEGMENT}.elastic.min_length=16", f"{prune}.resolved.null_prob=1.0", f"{prune}.audit.min_candidates=5",
+        f"{prune}.audit.max_false_rate=1.0", f"{prune}.audit.exempt_prob={EXEMPT}",
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=pois", staleness=NEVER_WAIT, prompts=PROMPTS), run_dir,
+        ROOT / "overlay")
+    return run_dir
+
+
+def test_its_hooks_are_in_place(run):
+    reports = json.loads((run / "esgrpo" / "hooks.json").read_text())
+    states = {(report["process"], hook["slug"]): hook["state"] for report in reports for hook in report["hooks"]}
+    assert {key: states.get(key) for process, slugs in EXPECTED.items() for key in ((process, s) for s in slugs)} == {
+        (process, slug): "APPLIED" for process, slugs in EXPECTED.items() for slug in slugs}
+    log = (run / "log.txt").read_text()
+    assert "loss_scale_factor: None -> " in log and "router_config_path: null -> " in log
+    assert "there is one replica" in log  # what the router cannot do here
+
+
+def test_every_sample_ends_once_and_every_token_has_its_version(run):
+    responses = read(str(run), "responses")
+    keys = [(row["group"], row["member"]) for row in responses]
+    assert len(set(keys)) == len(keys)
+    trained = [(row["group"], row["member"]) for row in read(str(run), "trained")]
+    assert len(set(trained)) == len(trained) and set(trained) <= set(keys)
+    assert any(len(row["spans"]) > 1 for row in responses), "no response lived through a weight sync"
+    for row in responses:
+        versions = [version for version, _ in row["spans"]]
+        assert sum(count for _, count in row["spans"]) == row["tokens"] <= RESPONSE_LENGTH
+        assert versions == sorted(set(versions)) and versions[0] >= 0
+
+
+def test_requests_were_kept_and_none_was_aborted(run):
+    """A run that keeps nothing has the switch on in vain: an error."""
+    windows, responses = read(str(run), "windows"), read(str(run), "responses")
+    assert sum(window["kept"] for window in windows) > 0
+    assert sum(window["outcomes"].get("abort", 0) for window in windows) == 0
+    assert {window["in_flight"] for window in windows} == {0}
+    assert {row["attempts"] for row in responses} == {1} and {row["reprefill"] for row in responses} == {0}
+    rows = metrics_of(run, "esgrpo/sync/kept")
+    assert sum(row["esgrpo/sync/kept"] for row in rows) > 0 and max(row["esgrpo/sync/kv_age"] for row in rows) >= 1
+    assert all(row["esgrpo/sync/aborted"] == 0 for row in rows)
+
+
+def test_coins_fell_and_their_probabilities_are_recorded(run):
+    rows = read(str(run), "responses")
+    by_rule = [row for row in rows if row["rule"] == "resolved"]
+    assert {"warm-up", "coin"} <= {row["decided_by"] for row in rows if row["candidate"]}
+    assert {row["keep_probability"] for row in rows} == {1.0, EXEMPT}
+    assert by_rule and all(row["outcome"] == "prune" and row["candidate"] and not row["exempted"] for row in by_rule)
+    for group in {row["group"] for row in by_rule}:
+        assert sum(row["group"] == group for row in by_rule) <= GROUP_SIZE / 2
+
+
+def test_weighted_rows_were_trained_and_pruned_ones_were_not(run):
+    weighted = [row for row in read(str(run), "trained") if row["keep_probability"] < 1]
+    assert weighted and all(row["pruned"] != row["exempted"] for row in weighted)
+    assert not any(row["gradient"] for row in weighted if row["pruned"])
+
+
+def test_foreseen_groups_were_replaced_and_never_trained(run):
+    replaced = {row["group"] for sample in read(str(run), "replaced") for row in sample["rows"]}
+    assert replaced
+    assert not replaced & {row["group"] for row in read(str(run), "trained")}
+    assert len(read(str(run), "responses")) == (PROMPTS + len(replaced)) * GROUP_SIZE
+    counted = metrics_of(run, "esgrpo/prune/replaced_groups")
+    assert 0 < sum(row["esgrpo/prune/replaced_groups"] for row in counted) <= len(replaced)
+    assert any("esgrpo/prune/false_rate_bound" in row and "esgrpo/length_bias/resolved" in row for row in counted)
+
+
+def test_history_was_learnt_saved_and_used(run):
+    history = json.loads((run / "esgrpo" / "history.json").read_text())
+    assert history["prompts"]
+    rows = metrics_of(run, "esgrpo/history/known_rate")
+    assert rows and all("esgrpo/sampler/unseen" in row or "esgrpo/history/known_rate" in row for row in rows)
+    outcomes = [row["rule"] for row in read(str(run), "responses")]
+    assert "boundary" not in outcomes, "a soft boundary handed a response back"
