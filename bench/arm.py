@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import cpu_stack
+from bench import stack
 
 READY = "All components initialized successfully"
 MARKER = "ESGRPO_ARM_ID"  # in the environment of every process of an arm, so that only ours are ever ended
@@ -111,7 +111,7 @@ def _progress(arm: Arm, budget_s: float | None) -> str:
 
 
 def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget_s: float | None = None,
-        main: str = cpu_stack.FULLY_ASYNC, environment: dict[str, str] | None = None, say=print) -> Arm:
+        main: str = stack.FULLY_ASYNC, environment: dict[str, str] | None = None, say=print) -> Arm:
     """Run an arm to its end, or for `budget_s` seconds after it is ready.
 
     Raises RuntimeError with the cause when it ends with an error; nothing of it is left running in any case.
@@ -119,11 +119,11 @@ def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget
     run_dir.mkdir(parents=True, exist_ok=True)
     marker = uuid.uuid4().hex
     log, metrics = run_dir / "log.txt", run_dir / "metrics.jsonl"
-    variables = {**cpu_stack.environment(str(overlay)), **(environment or {}), MARKER: marker,
+    variables = {**stack.environment(str(overlay)), **(environment or {}), MARKER: marker,
                  "VERL_FILE_LOGGER_PATH": str(metrics), "ESGRPO_RUN_DIR": str(run_dir)}
     arm = Arm(name, run_dir, started=time.time())
     with open(log, "wb") as output:
-        process = subprocess.Popen(cpu_stack.command(main, overrides), env=variables, stdout=output,
+        process = subprocess.Popen(stack.command(main, overrides), env=variables, stdout=output,
                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
                                    cwd=run_dir)
         try:

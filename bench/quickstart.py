@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench import arm, compare, cpu_stack
+from bench import arm, compare, stack
 from bench.testbed import make_data
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +42,7 @@ def say(text: str) -> None:
 
 def common_overrides(data: Path, seed: int) -> list[str]:
     return [
-        *cpu_stack.fully_async(str(TESTBED / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
+        *stack.fully_async(str(TESTBED / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
                                str(TESTBED / "reward.py"), "RUN_DIR"),
         f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",

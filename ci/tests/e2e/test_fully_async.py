@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import arm, cpu_stack
+from bench import arm, stack
 from bench.testbed import make_data
 from esgrpo.hooks.verl.records import read
 
@@ -47,7 +47,7 @@ def overrides(tmp_path: Path, run_dir: Path, *extra: str, reward: Path | None = 
     data = tmp_path / "data"
     make_data.write("search", 3, {"train": 256, "val": 16}, data)
     testbed = ROOT / "bench" / "testbed"
-    return [*cpu_stack.fully_async(str(testbed / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
+    return [*stack.fully_async(str(testbed / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
                                    str(reward or testbed / "reward.py"), str(run_dir),
                                    response_length=RESPONSE_LENGTH, group_size=GROUP_SIZE, mini_batch=MINI_BATCH,
                                    rollout_steps=prompts, concurrent=4, **options),

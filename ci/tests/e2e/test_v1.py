@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import arm, cpu_stack
+from bench import arm, stack
 from bench.testbed import make_data
 from ci.tests.e2e.test_fully_async import EXACT_KL, ROOT, SEGMENT, metrics_of
 from esgrpo.hooks.verl.records import read
@@ -43,11 +43,11 @@ def run_v1(mode: str, tmp_path: Path, *extra: str, **options) -> Path:
     """One run in tmp_path/run, which may hold an earlier one to go on from."""
     data, testbed, run_dir = tmp_path / "data", ROOT / "bench" / "testbed", tmp_path / "run"
     make_data.write("search", 3, {"train": 256, "val": 16}, data)
-    overrides = cpu_stack.v1(mode, str(testbed / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
+    overrides = stack.v1(mode, str(testbed / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
                              str(testbed / "reward.py"), str(run_dir), response_length=RESPONSE_LENGTH,
                              group_size=GROUP_SIZE, max_num_seqs=FEW_SLOTS, **options)
     arm.run(mode, [*overrides, 'trainer.logger=["console","file"]', POIS, *extra], run_dir, ROOT / "overlay",
-            main=cpu_stack.MAIN_PPO)
+            main=stack.MAIN_PPO)
     return run_dir
 
 

@@ -1,6 +1,8 @@
-"""Hydra overrides with which verl 0.9.1's own entry points run on a machine without an accelerator.
+"""Hydra overrides with which verl 0.9.1's own entry points run the testbed, without an accelerator or on CUDA devices.
 
-One list for the quickstart, the end-to-end tests and the CPU benchmarks, so that they cannot drift apart.
+One list for the quickstart, the end-to-end tests and the benchmarks, so that they cannot drift apart. The device is
+that of the environment: ESGRPO_BENCH_DEVICE=cuda takes the first two visible GPUs (one for the trainer, one for the
+rollout), anything else the CPU.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import sys
 FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 MAIN_PPO = "verl.trainer.main_ppo"
 
+DEVICE = os.environ.get("ESGRPO_BENCH_DEVICE", "cpu")
 ENVIRONMENT = {
-    "VERL_PLATFORM": "cpu",
+    **({"VERL_PLATFORM": "cpu"} if DEVICE == "cpu" else {}),
     "HF_HUB_OFFLINE": "1",
     "HYDRA_FULL_ERROR": "1",
     "PYTHONUNBUFFERED": "1",
@@ -22,24 +25,39 @@ ENVIRONMENT = {
 _FP32 = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
 _VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
-_CPU = [
-    "trainer.device=cpu", "trainer.nnodes=1", "trainer.n_gpus_per_node=1",
+_COMMON = [
+    f"trainer.device={DEVICE}", "trainer.nnodes=1", "trainer.n_gpus_per_node=1",
     "actor_rollout_ref.model.use_remove_padding=False",  # needs flash attention
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     "actor_rollout_ref.actor.strategy=fsdp2",  # FSDP1 wants the module on a GPU
     "actor_rollout_ref.actor.use_torch_compile=False", "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
-    f"+{_FP32}.param_dtype=fp32", f"+{_FP32}.reduce_dtype=fp32", f"+{_FP32}.buffer_dtype=fp32",
     "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=async",
-    "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.enforce_eager=True",
     "actor_rollout_ref.rollout.free_cache_engine=False", "+actor_rollout_ref.rollout.enable_sleep_mode=False",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-    f"+{_VLLM}.distributed_executor_backend=uni", f"+{_VLLM}.kv_cache_memory_bytes=67108864",
     "actor_rollout_ref.rollout.agent.num_workers=1", "reward.num_workers=1",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=16",
     "ray_kwargs.ray_init.num_cpus=64",  # logical: verl's actors ask for ten each
-    "+ray_kwargs.ray_init.include_dashboard=False", "+ray_kwargs.ray_init.object_store_memory=200000000",
+    "+ray_kwargs.ray_init.include_dashboard=False",
 ]
+_OF_DEVICE = {
+    "cpu": [
+        f"+{_FP32}.param_dtype=fp32", f"+{_FP32}.reduce_dtype=fp32", f"+{_FP32}.buffer_dtype=fp32",
+        "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.enforce_eager=True",
+        f"+{_VLLM}.distributed_executor_backend=uni", f"+{_VLLM}.kv_cache_memory_bytes=67108864",
+        "+ray_kwargs.ray_init.object_store_memory=200000000",
+    ],
+    "cuda": [
+        "actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.enforce_eager=False",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
+    ],
+}
+_CHECKPOINT_ENGINE = {"cpu": "cpu_zmq", "cuda": "nccl"}[DEVICE]
+_RAY_GPUS = {"cpu": ["+ray_kwargs.ray_init.num_gpus={}"], "cuda": []}[DEVICE]  # logical ones: verl asks Ray for GPUs
+
+
+def _machine(gpus: int) -> list[str]:
+    return [*_COMMON, *_OF_DEVICE[DEVICE], *[line.format(gpus) for line in _RAY_GPUS]]
 
 
 def _task(model, train_file, val_file, reward_file, run_dir, prompt_length, response_length, group_size, mini_batch,
@@ -73,9 +91,8 @@ def fully_async(model: str, train_file: str, val_file: str, reward_file: str, ru
     """
     rollout = "actor_rollout_ref.rollout"
     return [
-        *_CPU,
-        "actor_rollout_ref.hybrid_engine=False", "+ray_kwargs.ray_init.num_gpus=2",
-        f"{rollout}.checkpoint_engine.backend=cpu_zmq",
+        *_machine(2), "actor_rollout_ref.hybrid_engine=False",
+        f"{rollout}.checkpoint_engine.backend={_CHECKPOINT_ENGINE}",
         *_task(model, train_file, val_file, reward_file, run_dir, prompt_length, response_length, group_size,
                mini_batch, learning_rate, max_num_seqs),
         "data.train_batch_size=0", "data.gen_batch_size=1",
@@ -98,17 +115,18 @@ def v1(mode: str, model: str, train_file: str, val_file: str, reward_file: str, 
     """
     rollout = "actor_rollout_ref.rollout"
     modes = {
-        "sync": ["+ray_kwargs.ray_init.num_gpus=1"],
-        "colocate_async": ["+ray_kwargs.ray_init.num_gpus=1", f"trainer.v1.colocate_async.num_warmup_batches={warmup}"],
+        "sync": [],
+        "colocate_async": [f"trainer.v1.colocate_async.num_warmup_batches={warmup}"],
         "separate_async": [
-            "+ray_kwargs.ray_init.num_gpus=2", "actor_rollout_ref.hybrid_engine=False", f"{rollout}.nnodes=1",
-            f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend=cpu_zmq",
+            "actor_rollout_ref.hybrid_engine=False", f"{rollout}.nnodes=1",
+            f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend={_CHECKPOINT_ENGINE}",
             f"trainer.v1.separate_async.num_warmup_batches={warmup}",
             f"trainer.v1.separate_async.parameter_sync_step={sync_every}"],
     }
     batch = mini_batch * (sync_every if mode == "separate_async" else 1)
     return [
-        *_CPU, *modes[mode], "trainer.use_v1=True", f"trainer.v1.trainer_mode={mode}",
+        *_machine(2 if mode == "separate_async" else 1), *modes[mode],
+        "trainer.use_v1=True", f"trainer.v1.trainer_mode={mode}",
         f"trainer.v1.sampler.max_off_policy_threshold={off_policy}",
         f"trainer.v1.sampler.max_off_policy_strategy={strategy}",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
