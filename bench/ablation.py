@@ -104,12 +104,19 @@ def table(found: dict[str, dict[int, dict]]) -> list[list[str]]:
     return rows
 
 
+def is_done(record: Path, overrides: list[str]) -> bool:
+    """True for a run of this command that came to its end; a failed one is run again."""
+    if not record.exists():
+        return False
+    found = json.loads(record.read_text())
+    return found["overrides"] == overrides and (found["stopped_at_budget"] or found["return_code"] == 0)
+
+
 def run_arm(name: str, seed: int, options, say=say) -> dict[str, float | None]:
     run_dir = options.out / f"{options.task}-{seed}-{name.replace(' ', '-')}"
     data = options.out / f"data-{options.task}-{seed}"
     overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common_overrides(data, seed)] + ARMS[name]
-    done = run_dir / "arm.json"
-    if not done.exists() or json.loads(done.read_text())["overrides"] != overrides:
+    if not is_done(run_dir / "arm.json", overrides):
         shutil.rmtree(run_dir, ignore_errors=True)
         make_data.write(options.task, seed, {"train": TRAINING_PROMPTS, "val": VALIDATION_PROMPTS}, data)
         arm.run(f"{name} seed {seed}", overrides, run_dir, ROOT / "overlay", budget_s=options.budget, say=say)

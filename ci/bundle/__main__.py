@@ -29,7 +29,7 @@ ROOT = HERE.parents[1]
 LOCK = HERE / "bundle.lock"
 PART_BYTES = 58 * 2**20
 OUR_ROOMS = ("overlay", "bench", "ci", "setup.cfg", "README.md")
-XZ = ("xz", "-T0", "-6")  # -9 saves 2 % of the size and costs three times the time
+XZ = ("xz", "-T0", "-6")  # -9 saves 2 % of the size and takes three times as long
 
 
 def say(text: str) -> None:

@@ -1,5 +1,7 @@
 """The ablation's arms are valid settings, and its table says how many seeds a number rests on."""
 
+import json
+
 import pytest
 
 from bench import ablation
@@ -47,3 +49,13 @@ def test_ratios_are_taken_within_a_seed():
                            "all": {1: measured(20.0), 2: measured(300.0)}})
     assert rows[0] == ["", "off", "all"]
     assert ["effective tokens/s, ratio to off", "1 [1, 1]", "2.5 [2, 3]"] in rows
+
+
+@pytest.mark.parametrize("record, done", [
+    ({"return_code": 0, "stopped_at_budget": False}, True), ({"return_code": -15, "stopped_at_budget": True}, True),
+    ({"return_code": 1, "stopped_at_budget": False}, False), ({"return_code": 0, "overrides": ["other"]}, False)])
+def test_only_a_run_that_ended_well_is_not_run_again(tmp_path, record, done):
+    path = tmp_path / "arm.json"
+    assert not ablation.is_done(path, ["a"])
+    path.write_text(json.dumps({"overrides": ["a"], "stopped_at_budget": False, **record}))
+    assert ablation.is_done(path, ["a"]) is done
