@@ -43,15 +43,6 @@ def rows(numbers):
 
 
 class Loader(list):
-    """verl's data loader as the rollouter sees it."""
-
-    dataset: list = []
-    batch_size, drop_last = 1, True
-
-    @staticmethod
-    def collate_fn(rows):
-        return rows
-
     def state_dict(self):
         return {}
 

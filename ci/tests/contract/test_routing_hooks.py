@@ -30,7 +30,8 @@ def child(root, clean_environment, overlay, tmp_path_factory):
     def run(features: str, **sections):
         run_dir = tmp_path_factory.mktemp("run")
         environment = {**clean_environment, "PYTHONPATH": os.pathsep.join(map(str, [overlay, root, named])),
-                       "ESGRPO_ENABLE": "1", "ESGRPO_FEATURES": features, "ESGRPO_RUN_DIR": str(run_dir),
+                       "ESGRPO_ENABLE": "1", "ESGRPO_DISABLE": "prompt-sampler",  # needs a real data loader
+                       "ESGRPO_FEATURES": features, "ESGRPO_RUN_DIR": str(run_dir),
                        "ESGRPO_SEGMENT": json.dumps({**ON, **sections})}
         done = subprocess.run([sys.executable, root / CHILD, "hooked"], cwd=run_dir, env=environment,
                               capture_output=True, text=True, timeout=300)

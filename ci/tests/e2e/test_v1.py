@@ -160,6 +160,7 @@ def test_colocate_async_carries_unfinished_groups_over(colocate):
     assert abs(updates[0][LOG_KL]) < EXACT_KL and all(row["esgrpo/carry/carried"] > 0 for row in updates)
 
 
+@pytest.mark.long
 def test_nothing_is_lost_at_checkpoint_and_restart(colocate, tmp_path):
     """In a copy, since the first run's records are looked at by themselves, in whatever order tests run."""
     before, steps = read(str(colocate), "carry")[-1], STEPS + 1

@@ -28,6 +28,7 @@ HOOK = Hook(
     }),),
     remove_when="verl 0.9.0 is no longer supported",
     features=("observe",),
+    without=(("==0.7.0", "the recipe's servers cancel requests themselves"),),
 )
 
 

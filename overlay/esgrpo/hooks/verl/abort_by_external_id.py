@@ -17,6 +17,7 @@ HOOK = Hook(
         "0.9.0+abort-by-external-id": "41bf181c83ee74a9", "0.9.1+abort-by-external-id": "41bf181c83ee74a9"}),),
     remove_when="verl's abort_request calls AsyncLLM.abort",
     features=("observe",),
+    without=(("==0.7.0", "the recipe's servers cancel requests themselves"),),
 )
 
 

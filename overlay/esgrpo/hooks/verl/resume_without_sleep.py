@@ -18,6 +18,7 @@ HOOK = Hook(
         "0.9.0+resume-without-sleep": "72b44d0fe9d46a39", "0.9.1+resume-without-sleep": "98af0397cb19133f"}),),
     remove_when="verl's client no longer sleeps after an abort",
     features=("segment",),
+    without=(("==0.7.0", "the recipe's client does not sleep"),),
     relies_on=("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient._configured_response_length",
                "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer._park_until_admitted"),
 )
