@@ -18,7 +18,7 @@ if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
 # One pytest process: its closing line counts everything. Order: cheap first, real runs last. What is marked `long`
-# (a second start from a checkpoint) runs in the cells of ci/matrix.sh only: here it would not fit into the time.
+# (carry-over under colocate_async, with its restart) runs in the cells of ci/matrix.sh only: no time for it here.
 "$PYTHON" -m pytest -q --durations=15 -m "not long" \
     ci/tests/unit ci/tests/property ci/tests/contract ci/tests/ray ci/tests/engine ci/tests/e2e
 say "matrix: patch sets and hook contracts on every pinned release"

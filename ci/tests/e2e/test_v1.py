@@ -146,6 +146,7 @@ def test_separate_async_logs_what_it_did(separate):
     assert max(row["esgrpo/version_span/max"] for row in updates) > 1
 
 
+@pytest.mark.long
 def test_colocate_async_carries_unfinished_groups_over(colocate):
     check_hooks(colocate)
     pool = check_groups(colocate)
