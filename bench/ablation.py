@@ -61,6 +61,7 @@ def measures(run_dir: Path) -> dict[str, float | None]:
     def last(key):
         return next((m[key] for m in reversed(metrics) if key in m), None)
 
+    kept = [m["esgrpo/sync/kept"] for m in metrics if "esgrpo/sync/kept" in m]
     spent = max(1, result.balance["spent"])
     bias = [v for m in metrics[-1:] for k, v in m.items() if k.startswith("esgrpo/length_bias/")]
     return {
@@ -73,7 +74,7 @@ def measures(run_dir: Path) -> dict[str, float | None]:
         **{f"waste {cause}": result.balance[cause] / spent for cause in WASTES},
         "false-prune rate": last("esgrpo/prune/false_rate"),
         "length bias": max(bias) if bias else None,
-        "requests kept per sync": last("esgrpo/sync/kept"),
+        "requests kept per sync": statistics.mean(kept) if kept else None,
         "tail ratio": result.tail_ratio,
     }
 
