@@ -32,14 +32,19 @@ class Tested:
         return "-".join([self.level, *tested])
 
 
-def load(path: Path = FILE) -> list[Tested]:
-    """All rows. Raises EsgrpoError naming the row and the key that is wrong."""
+def toml(path: Path) -> dict:
+    """A data file of this package."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def load(path: Path = FILE) -> list[Tested]:
+    """All rows. Raises EsgrpoError naming the row and the key that is wrong."""
     rows = []
-    for number, row in enumerate(tomllib.loads(path.read_text(encoding="utf-8")).get("tested", []), 1):
+    for number, row in enumerate(toml(path).get("tested", []), 1):
         level, date = row.pop("level", None), row.pop("date", None)
         unknown = sorted(set(row) - set(UPSTREAMS))
         if level not in LEVELS or not isinstance(date, datetime.date) or unknown or not row:
