@@ -1,4 +1,4 @@
-"""Command line: esgrpo run | status | drift."""
+"""Command line: esgrpo run | status | drift | doctor."""
 
 from __future__ import annotations
 
@@ -99,6 +99,23 @@ def drift(arguments) -> int:
     return comparison.main(arguments.release)
 
 
+def doctor(arguments) -> int:
+    """Look at this environment, or at a log; the exit code is the worst finding."""
+    from esgrpo.doctor import checks, environment, logs
+
+    if arguments.log is not None:
+        answer = logs.read_file(arguments.log)
+        print(json.dumps(logs.as_dict(answer), indent=2) if arguments.json else logs.render(answer))
+        return {"clean": 0, "notice": 1}.get(answer.state, 2)
+    findings = checks.check(environment.collect(environment.this_host()), _static_states)
+    if arguments.json:
+        print(json.dumps([vars(finding) for finding in findings], indent=2))
+    else:
+        _print_table([["CHECK", "STATE", "FOUND -> FIX"]] + [
+            [f.name, f.level, f"{f.found} -> {f.fix}" if f.fix else f.found] for f in findings])
+    return checks.exit_code(findings)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="esgrpo", description="ES-GRPO overlay for verl + vLLM")
     commands = top.add_subparsers(dest="name", required=True)
@@ -114,6 +131,12 @@ def parser() -> argparse.ArgumentParser:
                                           "1: changed or gone; 2: unusable.")
     sub.add_argument("release", nargs="+", metavar="NAME==VERSION")
     sub.set_defaults(function=drift)
+    sub = commands.add_parser("doctor", help="what is wrong with this environment, or with the run that left a log",
+                              description="Imports no upstream. Exit code, by the worst finding: 0: fine; 1: warnings, "
+                                          "or a harmless notice in the log; 2: errors, or a failure in the log.")
+    sub.add_argument("--log", metavar="FILE", help="recognise the failure in a training log; - reads standard input")
+    sub.add_argument("--json", action="store_true")
+    sub.set_defaults(function=doctor)
     return top
 
 

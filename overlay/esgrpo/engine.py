@@ -126,9 +126,11 @@ def upstream_version(upstream: str) -> str | None:
     """Version from dist metadata or from a source checkout's version file; None when not installed."""
     for name in (upstream, f"{upstream}-cpu"):
         try:
-            return metadata.version(name).partition("+")[0]
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+        if version:  # None where a half-deleted installation left metadata without one
+            return version.partition("+")[0]
     init = fingerprint.source_file(upstream)
     if init is None:
         return None

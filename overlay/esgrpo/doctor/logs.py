@@ -25,7 +25,8 @@ _PREFIX = re.compile(r"""
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("The above exception was", "During handling of the above exception")
-_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:\(\w+\))?(?:: .*|:)?$")
+_EXCEPTION = re.compile(r"(?:\w+\.)*(?!\w*Warning\b)[A-Z]\w*[a-z]\w*(?:: .*|:)?$")
+_BY_ITS_NAME = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Timeout|Cancelled)(?:: .*|:)?$")
 _IGNORED = ("Exception ignored in", "--- Logging error ---")
 # ends of a process that leave no traceback
 _FATAL = re.compile(r"Fatal Python error: |Segmentation fault|\*\*\* SIG(?:SEGV|ABRT|BUS|FPE|ILL) received|Killed$"
@@ -108,28 +109,29 @@ class _Chains:
     """Tracebacks of one process; of each chain of causes the first exception is the innermost."""
 
     def __init__(self):
-        self.inside = self.found = self.ignored = False
+        self.inside = self.found = self.ignored = self.after_frame = False
         self.innermost: list[tuple[int, str]] = []
 
     def feed(self, number: int, text: str) -> None:
         if text.startswith(_IGNORED):
             self.ignored = True
         elif text.startswith(_CHAINED):
-            self.inside = True
+            self.inside = True  # what follows is only how the exception was passed on
         elif text.startswith(_TRACEBACK):
-            # a cause was found and this continues its chain, unless the chain had ended
             self.inside, self.found = True, self.inside and self.found
-        elif self.inside and text and not text[0].isspace():
-            self._end_of_frames(number, text)
-
-    def _end_of_frames(self, number: int, text: str) -> None:
-        remote = "ray::" in text  # a wrapper around what another process raised: its frames follow
-        if remote:
+        elif self.inside and text[:1].isspace():
+            self.after_frame = True
             return
-        if _EXCEPTION.match(text) and not self.found and not self.ignored:
-            self.innermost.append((number, text))
-        # chained causes go on after a blank line, so a found exception only ends the chain at the next traceback
-        self.found, self.inside, self.ignored = True, False, False
+        elif self.inside and text and "ray::" not in text:  # that is a wrapper, the frames of the other process follow
+            self._unindented(number, text)
+        self.after_frame = False
+
+    def _unindented(self, number: int, text: str) -> None:
+        """The exception; or, where other lines of this process came between, only what is called like one."""
+        if (_EXCEPTION if self.after_frame else _BY_ITS_NAME).match(text):
+            if not self.found and not self.ignored:
+                self.innermost.append((number, text))
+            self.found, self.inside, self.ignored = True, False, False
 
 
 def read(lines: Iterable[str]) -> Answer:
