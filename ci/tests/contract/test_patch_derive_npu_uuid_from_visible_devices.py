@@ -36,18 +36,28 @@ def proc_mem(npu_id, chips, wide, memory):
     return text
 
 
+class Hangs(Exception):
+    """A call without a timeout that would never come back."""
+
+
 class Host:
     """A machine (or container) whose npu-smi knows the given cards: {npu id: [pids of chip 0, pids of chip 1]}."""
 
-    def __init__(self, cards=None, listed=None, installed=True, wide=False, memory=51890):
+    def __init__(self, cards=None, listed=None, installed=True, wide=False, memory=51890, hangs=(), says=None):
         self.cards, self.listed, self.installed = cards or {}, listed, installed
-        self.wide, self.memory = wide, memory
-        self.CalledProcessError = subprocess.CalledProcessError
+        self.wide, self.memory, self.hangs, self.says = wide, memory, hangs, says
+        self.CalledProcessError, self.SubprocessError = subprocess.CalledProcessError, subprocess.SubprocessError
 
-    def run(self, command, check, capture_output, text):
+    def run(self, command, check, capture_output, text, errors="strict", timeout=None):
         assert command[:2] == ["npu-smi", "info"] and check and capture_output and text
         if not self.installed:
             raise FileNotFoundError("npu-smi")
+        if command[-1] in self.hangs:
+            if timeout is None:
+                raise Hangs
+            raise subprocess.TimeoutExpired(command, timeout)
+        if self.says is not None:
+            return SimpleNamespace(stdout=self.says.decode(errors=errors))
         if command[2:] == ["-l"]:
             chip_count = max(map(len, self.cards.values()), default=1)
             return SimpleNamespace(stdout=listing(self.cards if self.listed is None else self.listed, chip_count))
@@ -101,6 +111,12 @@ CASES = {
     "memory-looks-like-the-pid": (Host({0: [[1]], 1: [[PID]]}, memory=PID), None, 0, "1", "0"),
     "own-pid-namespace": (Host(one_chip((4, 5), None)), "5", 0, "5", ValueError),
     "own-pid-namespace-all-visible": (Host(one_chip((4, 5), None)), "4, 5", 1, "5", ValueError),
+    "driver-hangs": (Host(one_chip((0, 1), 1), hangs=("-l",)), "0,1", 1, "1", "1"),
+    "one-card-hangs": (Host(one_chip((0, 1), 1), hangs=("0",)), None, 0, "1", Hangs),
+    "all-hang": (Host(one_chip((4, 5), 5), hangs=("-l", "0", "4", "5")), "4,5", 1, "5", Hangs),
+    "garbage": (Host(says=b"| NPU ID : ? | Process id:2317 Chip ID"), "2,3", 1, "3", AttributeError),
+    "bytes-that-are-no-text": (Host(says=b"\xff\xfe\x00NPU"), "2,3", 0, "2", UnicodeDecodeError),
+    "silence": (Host(says=b""), "6", 0, "6", ValueError),
     "no-npu-smi": (Host(installed=False), "11", 0, "11", FileNotFoundError),
 }
 
@@ -124,7 +140,8 @@ def test_what_upstream_says(device_of, name):
 
 @pytest.mark.parametrize("host, visible, index", [
     (Host(one_chip((4, 5), None)), None, 0), (Host(one_chip((4, 5), None)), "", 0),
-    (Host(one_chip((4, 5), None)), "4,5", 2), (Host(installed=False), None, 0), (Host({}), None, 0)])
+    (Host(one_chip((4, 5), None)), "4,5", 2), (Host(installed=False), None, 0), (Host({}), None, 0),
+    (Host(says=b"\xff"), None, 0)])
 def test_nothing_matches(device_of, host, visible, index):
     with pytest.raises(ValueError, match=NOT_RUNNING) as error:
         device_of(host, visible, index)
