@@ -115,3 +115,38 @@ def test_without_mindspeed_nothing_is_called(repatched):
     assert repatched("ActorRolloutRefWorker", config(), "actor", with_mindspeed=False) == []
     critic = Critic(megatron=Critic(override_transformer_config={}))
     assert repatched("CriticWorker", critic, with_mindspeed=False) == []
+
+
+# name of a real config of the release: directory that has it; the first is used by users of the recipe
+TREES = {"fully_async_ppo_megatron_trainer": "recipe/fully_async_policy/config",
+         "ppo_megatron_trainer": "verl/trainer/config"}
+KEY = "actor_rollout_ref.{}.megatron.override_transformer_config.use_flash_attn"
+
+
+@pytest.fixture(params=TREES)
+def composed(request, monkeypatch):
+    """Composes the real config as the launcher does, from the root of the checkout."""
+    hydra = pytest.importorskip("hydra")
+    source = patched.pristine("verl", "v0.7.0")
+    monkeypatch.chdir(source)  # the recipe's search path is relative
+
+    def compose(*overrides):
+        with hydra.initialize_config_dir(version_base=None, config_dir=str(source / TREES[request.param])):
+            return hydra.compose(request.param, overrides=list(overrides))
+
+    return compose
+
+
+@pytest.mark.parametrize("overrides, actor, ref", [
+    ((), {}, {}), (("+" + KEY.format("actor") + "=False",), OFF, OFF), (("+" + KEY.format("actor") + "=True",), ON, ON)])
+def test_the_real_config_tree(composed, repatched, is_patched, overrides, actor, ref):
+    """Where the user says nothing all three get flash attention; ref takes the actor's setting, a critic its own."""
+    config = composed(*overrides)
+    base = dict(composed().actor_rollout_ref.actor.megatron.override_transformer_config)
+    assert "use_flash_attn" not in base  # or else there was nothing to default
+    for role, own in (("actor", actor), ("ref", ref)):
+        upstream = {**base, **actor}  # upstream gives MindSpeed the actor's, also for ref
+        assert repatched("ActorRolloutRefWorker", config.actor_rollout_ref, role) == [
+            {**ON, **base, **own} if is_patched else upstream]
+    assert repatched("CriticWorker", config.critic) == ([{**ON, **dict(
+        config.critic.megatron.override_transformer_config)}] if is_patched else [])
