@@ -1,4 +1,4 @@
-"""Fills what is generated: config, compatibility and quickstart tables of the READMEs, tox environments in setup.cfg.
+"""Fills what is generated: the tables of the READMEs, patches/README.md, tox environments in setup.cfg.
 
 usage: python -m bench.docs [--table runs/quickstart/table.json] [--check]
 """
@@ -14,11 +14,13 @@ from pathlib import Path
 
 from esgrpo import compat, patchset
 from esgrpo.config import Segment
+from esgrpo.doctor import checks, logs
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = (ROOT / "README.md", ROOT / "README_zh.md")
 SETUP = ROOT / "setup.cfg"
 PATCHES = ROOT / "patches" / "README.md"
+SIGN_LENGTH = 100  # characters of a log line in the table of errors
 
 
 def config_rows(cls=Segment, prefix: str = "") -> list[list[str]]:
@@ -54,6 +56,34 @@ def compatibility_rows() -> list[list[str]]:
     rows = sorted(compat.load(), key=lambda row: compat.LEVELS.index(row.level))
     return [[row.level, ", ".join(f"{name} {version}" for name, version in row.versions.items()), row.date,
              "needs GPUs: compat.toml says how" if row.level == "gpu-e2e" else f"`--only {row.cell}`"] for row in rows]
+
+
+def stack_chapter() -> str:
+    """README_zh.md: which versions go together on Ascend, what of them was tested, and the order of installation."""
+    documented = checks.stacks()
+    names = [name for name in compat.UPSTREAMS if any(name in stack["versions"] for stack in documented)]
+    table = [["组合", *names, "本项目测过（都不在 NPU 上）"]]
+    for stack in documented:
+        levels = [f"{row.level}: {name} {row.versions[name]}"
+                  for row in compat.load() for name in ("verl", "vllm-ascend")
+                  if name in row.versions and checks.fits(row.versions[name], stack["versions"][name])]
+        table.append([f"[{stack['name']}]({stack['source']})", *(stack["versions"].get(name, "") for name in names),
+                      "<br>".join(dict.fromkeys(levels)) or "无"])
+    orders = "\n\n".join(f"{stack['name']}（{stack['zh']}）：\n\n```bash\n" + "\n".join(stack["install"]) + "\n```"
+                         for stack in documented)
+    return f"{markdown(table)}\n\n{orders}"
+
+
+def error_rows() -> list[list[str]]:
+    """README_zh.md: what a log says, why and what to do, what cures it; one row a signature."""
+    rows = []
+    for signature in logs.signatures():
+        line, hit = next((line, hit) for line in signature.excerpt.splitlines() for pattern in signature.patterns
+                         if (hit := pattern.search(line)))
+        said = line[line.rfind(" ", 0, hit.start() + 1) + 1:].strip().replace("|", "\\|")
+        said = said if len(said) <= SIGN_LENGTH else said[:SIGN_LENGTH].rstrip() + "…"
+        rows.append([f"`{said.replace('`', chr(39))}`", signature.zh, "；".join(signature.cured_by)])
+    return rows
 
 
 def tox_environments(text: str) -> str:
@@ -102,6 +132,8 @@ def main(argv: list[str] | None = None) -> int:
         text = fill(text, "config-table", markdown([["key", "default", "allowed", "meaning"], *config_rows()]))
         text = fill(text, "compat-table", markdown([["level", "versions", "date", "`bash ci/matrix.sh`"],
                                                     *compatibility_rows()]))
+        text = fill(text, "ascend-stacks", stack_chapter())
+        text = fill(text, "ascend-errors", markdown([["日志里的话", "原因与处理", "由谁治"], *error_rows()]))
         if options.table:
             run = json.loads(options.table.read_text())
             notes = "\n".join(f"- {note}" for note in run["notes"])

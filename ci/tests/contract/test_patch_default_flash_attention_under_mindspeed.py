@@ -120,7 +120,7 @@ def test_without_mindspeed_nothing_is_called(repatched):
 # name of a real config of the release: directory that has it; the first is used by users of the recipe
 TREES = {"fully_async_ppo_megatron_trainer": "recipe/fully_async_policy/config",
          "ppo_megatron_trainer": "verl/trainer/config"}
-KEY = "actor_rollout_ref.{}.megatron.override_transformer_config.use_flash_attn"
+KEY = "+actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn"
 
 
 @pytest.fixture(params=TREES)
@@ -138,7 +138,7 @@ def composed(request, monkeypatch):
 
 
 @pytest.mark.parametrize("overrides, actor, ref", [
-    ((), {}, {}), (("+" + KEY.format("actor") + "=False",), OFF, OFF), (("+" + KEY.format("actor") + "=True",), ON, ON)])
+    ((), {}, {}), ((f"{KEY}=False",), OFF, OFF), ((f"{KEY}=True",), ON, ON)])
 def test_the_real_config_tree(composed, repatched, is_patched, overrides, actor, ref):
     """Where the user says nothing all three get flash attention; ref takes the actor's setting, a critic its own."""
     config = composed(*overrides)

@@ -200,6 +200,8 @@ def as_dict(answer: Answer) -> dict:
 def read_file(name: str) -> Answer:
     """A file, or standard input as "-". Raises EsgrpoError when it cannot be read."""
     if name == "-":
+        if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text must not end the doctor
+            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
         return read(sys.stdin)
     try:
         with open(name, encoding="utf-8", errors="replace") as file:
