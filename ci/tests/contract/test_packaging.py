@@ -90,6 +90,8 @@ def assert_works(python: Path) -> None:
     assert rows and rows == json.loads(checked(python, "-m", "esgrpo", "status", "--json"))
     assert checked(script, "run", "--", python, "-c", ASK) == "True\n"
     assert command(script, "run").returncode == 2
+    assert checked(script, "doctor", "--log", os.devnull).startswith("clean")
+    assert {"python", "hooks"} <= {row["name"] for row in json.loads(command(script, "doctor", "--json").stdout)}
     broken = command(python, "-c", "print('goes on')", ESGRPO_ENABLE="1", PYTHONPATH=str(stub(python)))
     assert broken.stdout == "goes on\n" and broken.stderr.count("\n") == 1, broken.stderr
 
@@ -138,7 +140,8 @@ def test_the_wheel_holds_the_package_and_its_pth(wheel):
 
 def test_every_package_is_in_the_wheel(wheel, root):
     files = names(wheel)[0]
-    for path in (root / "overlay" / "esgrpo").rglob("*.py"):
+    package = root / "overlay" / "esgrpo"
+    for path in (*package.rglob("*.py"), *package.rglob("*.toml")):
         assert path.relative_to(root / "overlay").as_posix() in files
 
 

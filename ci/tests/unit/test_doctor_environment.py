@@ -83,7 +83,7 @@ def test_other_parsers():
 CANN = "/usr/local/Ascend/ascend-toolkit/latest"
 SYSTEM = "/lib/aarch64-linux-gnu/libstdc++.so.6"
 STACK = {"verl": "0.7.0", "vllm": "0.11.0+empty", "vllm-ascend": "0.11.0rc1", "torch": "2.7.1+cpu",
-         "torch-npu": "2.7.1", "ray": "2.51.1", "mindspeed": "0.12.1"}
+         "torch-npu": "2.7.1", "ray": "2.51.1", "mindspeed": "0.12.1", "wrapt": "2.5.2", "packaging": "26.3"}
 VARIABLES = {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": "/usr/local/Ascend/nnal/atb", "VLLM_USE_V1": "1",
              "VLLM_ASCEND_ENABLE_NZ": "0", "HCCL_CONNECT_TIMEOUT": "1200", "UNRELATED": "secret"}
 FILES = {f"{CANN}/aarch64-linux/ascend_toolkit_install.info": b"version=8.3.RC1\n",
@@ -129,6 +129,7 @@ def test_a_good_ascend_host_is_fine():
     found = findings(fake())
     assert checks.exit_code(found) == 0, [f for f in found if f.level != "ok"]
     text = {finding.name: finding.found for finding in found}
+    assert text["torch-npu"] == "2.7.1, as verl 0.7.0 has it" and text["mindspeed"] == "0.12.1"
     assert text["CANN"] == "8.3.RC1" and text["npu devices"] == "8 x 910B3, cards 0,1,2,3,4,5,6,7"
     assert text["megatron"] == "0.12.1 in /src/Megatron-LM" and "documented: verl 0.7.0" in text["stack"]
     assert "UNRELATED" not in environment.collect(fake()).variables
@@ -168,7 +169,8 @@ WRONG = {  # what is wrong: (host, name of the finding, level, part of what is f
                      "torch-npu==2.7.1"),
     "ray-too-new": (fake(npu=None, versions={"ray": "2.53.0"}, variables={}, files={}), "ray", "warning",
                     "not in compat.toml", "esgrpo drift ray==2.53.0"),
-    "python-3.13": (fake(python="3.13.1"), "python", "error", "3.13.1", "<3.13"),
+    "python-3.13": (fake(python="3.13.1"), "python", "error", "3.13.1", "3.12"),
+    "no-wrapt": (fake(versions=without(STACK, "wrapt")), "wrapt", "error", "not installed", "pip install wrapt"),
     "half-deleted": (fake(versions={**STACK, "ray": ""}), "ray", "error", "no version", "--force-reinstall"),
     "npu-smi-hangs": (fake(npu=Ran(problem="no answer in 20 s")), "npu driver", "error", "no answer in 20 s", "driver"),
     "npu-smi-fails": (fake(npu=Ran("x", "exit status 255: dcmi module initialize failed. ret is -8005")), "npu driver",
@@ -244,7 +246,8 @@ def test_gpus_and_cuda_subsets():
 def test_an_empty_host():
     bare = Host(lambda _: MISSING, lambda _: None, lambda _: [], lambda _: None, {}, (), "3.11.0", "python", "/usr")
     found = findings(bare)
-    assert checks.exit_code(found) == 1 and {f.found for f in found if f.level == "warning"} == {"not installed"}
+    assert {f.name for f in found if f.level == "warning"} == {"verl", "ray", "torch"}
+    assert {f.name for f in found if f.level == "error"} == {"wrapt", "packaging"} and checks.exit_code(found) == 2
 
 
 def test_the_nearest_stack():

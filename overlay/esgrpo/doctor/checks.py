@@ -14,7 +14,7 @@ OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 LEVELS = (OK, NOTE, WARNING, ERROR)
 STACKS = Path(__file__).with_name("stacks.toml")
 TRAINED = ("verl", "vllm", "vllm-ascend", "ray")  # what hooks touch: their rows in compat.toml count
-PYTHON = ">=3.10,<3.13"
+PYTHON = ((3, 10), (3, 13))  # from, below
 GCC = (9, 0)  # the first that PyTorch's C++17 headers take
 CXXABI = 11  # 1.3.11, GCC 8: what manylinux_2_28 wheels may ask for
 NZ_RELEASES = "<0.28"  # vllm-ascend pull request 14830 drops VLLM_ASCEND_ENABLE_NZ after 0.27.1
@@ -56,8 +56,11 @@ def nearest_stack(versions: dict[str, str], documented: list[dict]) -> dict:
 
 
 def python(env: Environment) -> Iterator[Finding]:
-    good = fits(".".join(env.python.split(".")[:2]), PYTHON)
-    yield Finding("python", OK if good else ERROR, env.python, "" if good else f"use a Python {PYTHON}")
+    low, below = PYTHON
+    good = low <= tuple(map(int, env.python.split(".")[:2])) < below
+    yield Finding("python", OK if good else ERROR, env.python, "" if good else "use Python 3.10, 3.11 or 3.12")
+    for name in env.missing:
+        yield Finding(name, ERROR, "not installed, and no hook loads without it", f"pip install {name}")
     for name in env.broken:
         yield Finding(name, ERROR, "installed, but its metadata has no version",
                       f"pip install --force-reinstall --no-deps {name}")
@@ -79,6 +82,8 @@ def tested(env: Environment) -> Iterator[Finding]:
     if not env.ascend:
         verdict = compat.verdict(env.versions, rows)
         yield Finding("tuple", OK if verdict.startswith("tested") else NOTE, verdict)
+        if "torch" in env.versions:
+            yield Finding("torch", OK, env.versions["torch"])
     for name in ("verl", "ray", "torch"):
         if name not in env.versions and name not in env.broken:
             yield Finding(name, WARNING, "not installed", "install it, or run this in the environment of the training")
@@ -94,6 +99,8 @@ def ascend_stack(env: Environment) -> Iterator[Finding]:
     for name, wanted in stack["versions"].items():
         if name in have and not fits(have[name], wanted):
             yield Finding(name, WARNING, f"{have[name]}, {stack['name']} has {wanted}", _install(name, wanted, stack))
+        elif name in ("torch", "torch-npu") and name in have:
+            yield Finding(name, OK, f"{have[name]}, as {stack['name']} has it")
         elif name in ("torch-npu", "vllm-ascend") and name not in have:
             yield Finding(name, ERROR, f"not installed, {stack['name']} has {wanted}", _install(name, wanted, stack))
     for one, other in (("torch-npu", "torch"), ("vllm-ascend", "vllm")):
@@ -207,6 +214,8 @@ def libstdcxx(env: Environment) -> Iterator[Finding]:
 
 
 def megatron(env: Environment) -> Iterator[Finding]:
+    if "mindspeed" in env.versions:
+        yield Finding("mindspeed", OK, env.versions["mindspeed"])
     if env.megatron:
         yield Finding("megatron", OK, f"{env.versions.get('megatron-core', 'unknown')} in {env.megatron}")
     elif "mindspeed" in env.versions:

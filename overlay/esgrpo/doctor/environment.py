@@ -16,6 +16,7 @@ from pathlib import Path
 
 from esgrpo import compat
 
+NEEDS = ("wrapt", "packaging")
 TIMEOUT_SECONDS = 20  # npu-smi hangs when the driver does
 ASCEND = "/usr/local/Ascend"
 NAMES = {"ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_RT_VISIBLE_DEVICES", "ATB_HOME_PATH", "CC", "CXX",
@@ -76,6 +77,7 @@ class Environment:
     python: str
     versions: dict[str, str]
     broken: tuple[str, ...] = ()  # distributions without a version in their metadata
+    missing: tuple[str, ...] = ()  # what this project itself needs
     megatron: str = ""  # directory on the path that has megatron/core
     cann: str = ""
     npu: Devices = field(default_factory=Devices)
@@ -192,7 +194,8 @@ def collect(host: Host) -> Environment:
     compiler = host.environ.get("CXX") or "g++"
     said = host.run([compiler, "--version"])
     return Environment(
-        host.python, versions, broken, _megatron(host), _cann(host), _devices(host, ["npu-smi", "info"], parse_npu_smi),
+        host.python, versions, broken, tuple(name for name in NEEDS if host.version(name) is None), _megatron(host),
+        _cann(host), _devices(host, ["npu-smi", "info"], parse_npu_smi),
         _devices(host, ["nvidia-smi", "--query-gpu=index,name,driver_version", "--format=csv,noheader"],
                  parse_nvidia_smi),
         (compiler, None if said.problem else parse_gcc(said.output)), _library(host, loaded), _library(host, beside),
