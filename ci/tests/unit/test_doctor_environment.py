@@ -276,10 +276,11 @@ def test_a_rule_that_fails_is_a_finding():
 
 
 def test_a_command_that_hangs_is_left(monkeypatch):
-    monkeypatch.setattr(environment, "TIMEOUT_SECONDS", 0.2)
-    began = time.monotonic()
-    ran = environment._run([sys.executable, "-c", "import time; time.sleep(30)"])
-    assert ran.problem == "no answer in 0.2 s" and time.monotonic() - began < 5
+    with monkeypatch.context() as quick:
+        quick.setattr(environment, "TIMEOUT_SECONDS", 0.2)
+        began = time.monotonic()
+        ran = environment._run([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert ran.problem == "no answer in 0.2 s" and time.monotonic() - began < 30
     assert environment._run(["no-such-program"]).problem == "No such file or directory"
     assert environment._run([sys.executable, "-c", "raise SystemExit('why')"]).problem == "exit status 1: why"
 

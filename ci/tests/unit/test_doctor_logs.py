@@ -137,6 +137,7 @@ def test_two_processes_between_one_another():
 @pytest.mark.parametrize("text, innermost", [
     ("Exception ignored in: <function A.__del__>\nTraceback (most recent call last):\n  File 'a'\nOSError: closed", ""),
     ("Fatal Python error: Segmentation fault", "Fatal Python error: Segmentation fault"),
+    ("train.sh: line 88:  4711 Killed   python -m verl", "train.sh: line 88:  4711 Killed   python -m verl"),
     ("ERROR: No matching distribution found for torch", "ERROR: No matching distribution found for torch"),
     ("ValueError: this is prose, no traceback", ""),
     ("", "")])

@@ -226,6 +226,8 @@ def megatron(env: Environment) -> Iterator[Finding]:
 def variables(env: Environment) -> Iterator[Finding]:
     """Environment variables that change what a run does."""
     values = env.variables
+    if values:
+        yield Finding("variables", OK, ", ".join(f"{name}={value}" for name, value in sorted(values.items())))
     if values.get("VLLM_USE_V1", "1") not in ("1", ""):
         yield Finding("VLLM_USE_V1", ERROR, values["VLLM_USE_V1"], "unset it: segments live in the V1 engine")
     ascend = env.versions.get("vllm-ascend")

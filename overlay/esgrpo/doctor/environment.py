@@ -19,9 +19,8 @@ from esgrpo import compat
 NEEDS = ("wrapt", "packaging")
 TIMEOUT_SECONDS = 20  # npu-smi hangs when the driver does
 ASCEND = "/usr/local/Ascend"
-NAMES = {"ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_RT_VISIBLE_DEVICES", "ATB_HOME_PATH", "CC", "CXX",
-         "CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "PYTHONPATH", "VERL_PLATFORM", "VLLM_USE_V1",
-         "VLLM_ASCEND_ENABLE_NZ"}
+NAMES = {"ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_RT_VISIBLE_DEVICES", "ATB_HOME_PATH",
+         "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "VERL_PLATFORM", "VLLM_USE_V1", "VLLM_ASCEND_ENABLE_NZ"}
 PREFIXES = ("ESGRPO_", "HCCL_", "RAY_EXPERIMENTAL_NOSET_")
 # asks the loader itself, so that LD_LIBRARY_PATH, RPATH and its cache count as they would
 _LIBSTDCXX = ("import ctypes; ctypes.CDLL('libstdc++.so.6'); "

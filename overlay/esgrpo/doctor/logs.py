@@ -30,7 +30,7 @@ _BY_ITS_NAME = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Timeo
 _IGNORED = ("Exception ignored in", "--- Logging error ---")
 # ends of a process that leave no traceback
 _FATAL = re.compile(r"Fatal Python error: |Segmentation fault|\*\*\* SIG(?:SEGV|ABRT|BUS|FPE|ILL) received|Killed$"
-                    r"|(?:ERROR|error): |\S+: Error while ")
+                    r"|\S+: line \d+:\s+\d+ (?:Killed|Aborted|Segmentation fault)|(?:ERROR|error): |\S+: Error while ")
 
 
 @dataclass(frozen=True)
