@@ -99,6 +99,20 @@ def drift(arguments) -> int:
     return comparison.main(arguments.release)
 
 
+def _states_of_everything() -> list[dict]:
+    """Static states as if every feature were on: what the sources here would let a run have."""
+    from esgrpo import engine
+
+    every = {name for record in engine.load_hooks().values() for name in record.hook.features}
+    before = os.environ.get("ESGRPO_FEATURES")
+    os.environ["ESGRPO_FEATURES"] = ",".join(sorted(every - set(engine.PLATFORMS.values())))
+    try:
+        return _static_states()
+    finally:
+        os.environ.pop("ESGRPO_FEATURES")
+        os.environ.update({} if before is None else {"ESGRPO_FEATURES": before})
+
+
 def doctor(arguments) -> int:
     """Look at this environment, or at a log; the exit code is the worst finding."""
     from esgrpo.doctor import checks, environment, logs
@@ -107,7 +121,7 @@ def doctor(arguments) -> int:
         answer = logs.read_file(arguments.log)
         print(json.dumps(logs.as_dict(answer), indent=2) if arguments.json else logs.render(answer))
         return {"clean": 0, "notice": 1}.get(answer.state, 2)
-    findings = checks.check(environment.collect(environment.this_host()), _static_states)
+    findings = checks.check(environment.collect(environment.this_host()), _states_of_everything)
     if arguments.json:
         print(json.dumps([vars(finding) for finding in findings], indent=2))
     else:

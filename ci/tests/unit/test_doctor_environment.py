@@ -264,7 +264,7 @@ def test_the_nearest_stack():
                                           ("PENDING", None), ("NOT_NEEDED", None)])
 def test_hook_states(state, level):
     found = [f for f in findings(fake(), [{"slug": "a-hook", "state": state, "reason": "why"}]) if f.name == "hooks"]
-    assert [f.level for f in found] == ([level] if level else []) + ["ok"] and found[-1].found == f"1 {state}"
+    assert [f.level for f in found] == ([level] if level else []) + ["ok"] and found[-1].found.endswith(f": 1 {state}")
 
 
 def test_a_rule_that_fails_is_a_finding():
@@ -315,8 +315,11 @@ def test_the_library_is_the_one_the_loader_takes():
 
 def test_the_table(capsys, monkeypatch):
     monkeypatch.setattr(environment, "this_host", lambda: fake(gcc="g++ (GCC) 7.3.0"))
-    monkeypatch.setattr(cli, "_static_states", list)
+    monkeypatch.setattr(cli, "_static_states", lambda: seen.append(engine.active_features()) or [])
+    monkeypatch.setenv("ESGRPO_FEATURES", "observe")
+    seen = []
     assert cli.main(["doctor"]) == 1
+    assert {"segment", "prune", "v1"} <= seen[0] and engine.active_features() == {"observe"}  # every feature, for once
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["CHECK", "STATE", "FOUND", "->", "FIX"]
     assert [line for line in lines if line.startswith("compiler")][0].split()[1] == "warning"

@@ -256,7 +256,7 @@ def variables(env: Environment) -> Iterator[Finding]:
 
 
 def hooks(states: Callable[[], list[dict]]) -> Iterator[Finding]:
-    """States that `esgrpo status` would show; what differs from the tested source stops a strict run."""
+    """States as `esgrpo status` shows them; what differs from the tested source stops a strict run that needs it."""
     rows = states()
     for state, level in ((State.DRIFTED, ERROR), (State.FAILED, ERROR), (State.INCOMPATIBLE, WARNING)):
         bad = [row for row in rows if row["state"] == state.value]
@@ -265,7 +265,7 @@ def hooks(states: Callable[[], list[dict]]) -> Iterator[Finding]:
             yield Finding("hooks", level, f"{state.value}: {slugs} ({bad[0]['reason']})",
                           "esgrpo status lists all; esgrpo drift says what changed")
     counts = {state: sum(row["state"] == state for row in rows) for state in sorted({row["state"] for row in rows})}
-    yield Finding("hooks", OK, ", ".join(f"{number} {state}" for state, number in counts.items()))
+    yield Finding("hooks", OK, "with every feature on: " + ", ".join(f"{n} {state}" for state, n in counts.items()))
 
 
 RULES = (python, tested, ascend_stack, cann, devices, collectives, compiler, libstdcxx, megatron, variables)
