@@ -62,6 +62,8 @@ class Replica:
 
     def advance(self, now: float) -> None:
         """Decode until `now`."""
+        if now <= self.last:
+            return
         start = max(self.last, min(self.stall, now))
         running = len(self.running)
         if running and now > start:
@@ -72,7 +74,7 @@ class Replica:
                 self.done += span
             else:
                 self.done += span / step
-        self.last = max(self.last, now)
+        self.last = now
 
     def _step(self) -> float:
         return self.times[len(self.running)] + self.device.per_kv_token * self.kv_used
