@@ -45,6 +45,7 @@ class Replica:
 
     def __init__(self, device: Device, sequences: int, capacity: int, clock: Callable[[], float]):
         self.device, self.sequences = device, sequences
+        self.company = 1.0
         self.times = [0.0, *(device.step(b) for b in range(1, sequences + 1))]
         self.occupancy = Occupancy(capacity, clock)
         self.running: dict[int, Run] = {}  # by sample key, in order of admission
@@ -55,6 +56,11 @@ class Replica:
         self._order = 0
         self._kv = 0.0  # KV tokens of running requests, less one per request and decode step
         self.decoded = self.prefilled = self.recomputed = self.preemptions = 0
+
+    def share(self, company: float) -> None:
+        """From now on this share of the others on its device is at work. `advance` first."""
+        self.company = company
+        self.times = [0.0, *(self.device.step(b, company) for b in range(1, self.sequences + 1))]
 
     @property
     def kv_used(self) -> float:
