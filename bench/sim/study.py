@@ -1,4 +1,4 @@
-"""python -m bench.sim.study --out FILE [--seeds 1,2,3] [--parts modules,policies,sweeps] [--small]
+"""python -m bench.sim.study --out FILE [--seeds 1,2,3] [--parts modules,policies,steady,sweeps] [--small]
 
 Which module brings how much, how gains move with load, cap, tail, KV memory, replicas and staleness, and where there is
 none. Every number is simulated. Ratios are against verl at the same setting and seed: `updates` is updates per second,
@@ -27,6 +27,7 @@ MODULES = {"A": "routing", "B": "segments and kept requests", "C": "audited prun
 CHANGES = ("es-grpo/ABD", "es-grpo/ABD+no-tail", "es-grpo/ABD+few-tails", "es-grpo/ABD+hold")
 HIGH, MEDIUM = 0.10, 0.03  # a module that brings as much of verl's updates per second ranks High, or Medium
 NO_HELP = 1.01  # below this ratio a setting is listed as one where ES-GRPO does not help
+STEADY = 32  # updates after which the end of a run hardly counts
 SCARCE = 300_000  # KV tokens of a replica: about a third of what its 256 requests grow to
 SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/ABD+no-tail")}  # april: the best rival there
 SWEEPS: dict[str, list[dict]] = {
@@ -116,6 +117,13 @@ def compared(runs: Runs) -> dict:
                        if scenario in cls.scenarios] for scenario in (SYNC, ASYNC)}
 
 
+def steady(runs: Runs) -> dict:
+    """Async in a long run. A run ends when all its groups are trained, and longest first shortens that end, which a
+    training of many updates hardly has: what is left here is what a stream gains."""
+    arms = ("es-grpo/A", "es-grpo/B", "es-grpo", WHOLE, *CHANGES[1:], "seer", "oracle")
+    return {f"async, {STEADY} updates": [runs.arm(name, scenario=ASYNC, updates=STEADY) for name in arms]}
+
+
 def sweeps(runs: Runs) -> dict:
     found = {}
     for title, points in SWEEPS.items():
@@ -146,7 +154,7 @@ def table(found: dict) -> str:
             lines.append(f"  {row['rank']:6} {module} {name:28} brings {row['brings']:+.3f}, alone "
                          f"{row['alone']['updates']['mean']:.3f}")
         lines += ["  " + line(row) for row in rows["changes"]]
-    for part in ("policies", "sweeps"):
+    for part in ("policies", "steady", "sweeps"):
         for title, rows in found.get(part, {}).items():
             lines.append(f"\n{title}")
             lines += ["  " + line(row) for row in rows]
@@ -165,7 +173,7 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-PARTS = {"modules": modules, "policies": compared, "sweeps": sweeps}
+PARTS = {"modules": modules, "policies": compared, "steady": steady, "sweeps": sweeps}
 
 
 def main(argv=None) -> int:
