@@ -275,7 +275,9 @@ class Complementary(EsGrpo):
 # What the study asks about; part of a policy's name.
 CHANGES = {"hold": {"holds": True},
            "no-tail": {"overrides": {"routing": {"tail_share": 0.0}}},
-           "few-tails": {"overrides": {"routing": {"tail_quantile": 0.95}}}}
+           "few-tails": {"overrides": {"routing": {"tail_quantile": 0.95}}},
+           "loose": {"overrides": {"prune": {"resolved": {"enable": True, "null_prob": 0.3}, "audit": {
+               "enable": True, "max_false_rate": 0.2, "max_fraction": 0.75}}}}}  # candidates, and pruned ones, abound
 
 
 def variant(name: str) -> type[EsGrpo]:

@@ -27,7 +27,7 @@ MODULES = {"A": "routing", "B": "segments and kept requests", "C": "audited prun
 CHANGES = ("es-grpo/ABD", "es-grpo/ABD+no-tail", "es-grpo/ABD+few-tails", "es-grpo/ABD+hold")
 HIGH, MEDIUM = 0.10, 0.03  # a module that brings as much of verl's updates per second ranks High, or Medium
 NO_HELP = 1.01  # below this ratio a setting is listed as one where ES-GRPO does not help
-STEADY = 32  # updates after which the end of a run hardly counts
+STEADY = 24  # updates after which the end of a run hardly counts
 SCARCE = 300_000  # KV tokens of a replica: about a third of what its 256 requests grow to
 SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/ABD+no-tail")}  # april: the best rival there
 SWEEPS: dict[str, list[dict]] = {
@@ -121,7 +121,9 @@ def steady(runs: Runs) -> dict:
     """Async in a long run. A run ends when all its groups are trained, and longest first shortens that end, which a
     training of many updates hardly has: what is left here is what a stream gains."""
     arms = ("es-grpo/A", "es-grpo/B", "es-grpo", WHOLE, *CHANGES[1:], "seer", "oracle")
-    return {f"async, {STEADY} updates": [runs.arm(name, scenario=ASYNC, updates=STEADY) for name in arms]}
+    return {f"async, {STEADY} updates": [runs.arm(name, scenario=ASYNC, updates=STEADY) for name in arms],
+            "the same, three epochs remembered": [runs.arm(name, scenario=ASYNC, updates=STEADY, warm=3)
+                                                  for name in ("es-grpo", WHOLE, WHOLE + "+loose")]}
 
 
 def sweeps(runs: Runs) -> dict:
