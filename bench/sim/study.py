@@ -3,7 +3,7 @@
 Which module brings how much, how gains move with load, cap, tail, KV memory, replicas and staleness, and where there is
 none. Every number is simulated. Ratios are against verl at the same setting and seed: `updates` is updates per second,
 `used` is used tokens per second, which does not reward a policy for taking the short responses first; for policies that
-decode the same responses the two agree.
+decode the same responses the two agree. `gradient` is groups with a gradient per second: what pruning must not lose.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Runs:
         return {"policy": name, "setting": changes,
                 "updates": spread([b["makespan_s"] / a["makespan_s"] for a, b in pairs]),
                 "used": spread([a["used_tokens_per_s"] / b["used_tokens_per_s"] for a, b in pairs]),
+                "gradient": spread([a["gradient_groups"] * b["makespan_s"] / (b["gradient_groups"] * a["makespan_s"])
+                                    for a, b in pairs]),
                 "s_per_update": spread([a["update_s"]["mean"] for a in found]),
                 "tokens_per_row": mean(a["tokens_per_trained_sample"] for a in found),
                 "bubble": {cause: mean(a["bubble"][cause] for a in found) for cause in found[0]["bubble"]},
