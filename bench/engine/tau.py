@@ -1,0 +1,115 @@
+"""tau(b): milliseconds per decode step at batch b and context length c, and the prefill rate.
+
+    python -m bench.engine.tau --model random:273M --out FILE [--replicas 2 --contexts 512,4096 --deadline 500]
+
+Median of three windows after warm-up, measured inside the replica's process. With several replicas on one device each
+point is taken twice: one replica alone, and all of them at the same batch, which is what a benchmark with them sees.
+The results are the simulator's input. A point that does not fit into the KV cache is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from bench.engine import options as common
+from bench.engine.fleet import Fleet
+
+WINDOWS = 3
+STEPS = 40  # of a window
+WARM_UP = ((1, 64), (8, 64))  # batch, context: kernels that are compiled at first use
+PEAK_SHARE = 0.9  # of the peak rate: where a replica counts as full
+SPARE = 64  # tokens of a request beyond what is timed: settling and lagging steps
+
+
+def batches(limit: int) -> list[int]:
+    """Powers of two up to the limit, and the limit."""
+    found, batch = [], 1
+    while batch < limit:
+        found.append(batch)
+        batch *= 2
+    return [*found, limit]
+
+
+def growth(fleet: Fleet, batch: int, context: int, steps: int) -> int:
+    """Tokens that a request may make: those that are timed, and those of the steps in which others are prefilled."""
+    return steps * WINDOWS + SPARE + 2 * -(-batch * context // fleet.batched_tokens)
+
+
+def point(fleet: Fleet, only: list[int], batch: int, context: int, steps: int, seed: int) -> dict:
+    """One (batch, context) on the replicas `only` at the same time; the slowest of them counts."""
+    length = growth(fleet, batch, context, steps)
+    prefilled = fleet.ask(("prefill", batch, context, length, seed), "prefilled", only)
+    decoded = fleet.ask(("decode", steps, WINDOWS), "decoded", only)
+    fleet.ask(("clear",), "cleared", only)
+    if any(running != batch for _, running in decoded):
+        raise RuntimeError(f"{[running for _, running in decoded]} of {batch} requests ran to the end of the window")
+    windows = max((found for found, _ in decoded), key=statistics.median)
+    step = statistics.median(windows)
+    return {"batch": batch, "context": context, "replicas": len(only), "ms_per_step": round(step, 4),
+            "spread_ms": round(max(windows) - min(windows), 4), "tokens_per_s": round(batch / step * 1e3, 1),
+            "prefill_tokens_per_s": round(min(rate for rate, _ in prefilled), 1)}
+
+
+def fits(fleet: Fleet, batch: int, context: int, steps: int) -> bool:
+    """Does the KV cache hold so many requests to the end of the measurement? Keeps one block in ten free."""
+    blocks = -(-(context + growth(fleet, batch, context, steps)) // fleet.block_size)
+    return batch * blocks <= 0.9 * fleet.blocks
+
+
+def capacity(points: list[dict], limit: int) -> int:
+    """The smallest measured batch with PEAK_SHARE of the peak rate, at most `limit`; all replicas at work."""
+    together = max(row["replicas"] for row in points)
+    context = min(row["context"] for row in points)
+    rows = sorted((row for row in points if row["replicas"] == together and row["context"] == context),
+                  key=lambda row: row["batch"])
+    peak = max(row["tokens_per_s"] for row in rows)
+    return min(limit, next(row["batch"] for row in rows if row["tokens_per_s"] >= PEAK_SHARE * peak))
+
+
+def measure(fleet: Fleet, limit: int, contexts: list[int], steps: int, end: float, say) -> tuple[list[dict], list]:
+    """(points, what was left out and why); stops cleanly at the monotonic time `end`."""
+    everyone = list(range(len(fleet.pipes)))
+    for number, (batch, context) in enumerate(WARM_UP):
+        point(fleet, everyone, min(batch, limit), context, SPARE, number)
+    points, left = [], []
+    settings = [[0]] if len(everyone) == 1 else [everyone, [0]]
+    for context in contexts:
+        for only in settings:
+            for batch in batches(limit):
+                where = {"batch": batch, "context": context, "replicas": len(only)}
+                if not fits(fleet, batch, context, steps):
+                    left.append({**where, "why": "KV cache too small"})
+                elif time.monotonic() > end:
+                    left.append({**where, "why": "out of time"})
+                else:
+                    points.append(point(fleet, only, batch, context, steps, len(points) + len(WARM_UP)))
+                    say(f"tau: context {context:6} batch {batch:4} x {len(only)}: {points[-1]['ms_per_step']:8.3f} ms, "
+                        f"{points[-1]['tokens_per_s']:9.1f} tokens/s each")
+    return points, left
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    common.add_engine_options(parser)
+    parser.add_argument("--contexts", default="512,4096", help="tokens in the KV cache of every request")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"decode steps of each of the {WINDOWS} windows")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(argv)
+    began = time.monotonic()
+    contexts = [int(context) for context in options.contexts.split(",")]
+    options.prompt = max(contexts)
+    options.cap = options.steps * WINDOWS + SPARE + 2 * -(-options.max_num_seqs * max(contexts) // options.batched_tokens)
+    with common.start(options) as (fleet, facts):
+        points, left = measure(fleet, options.max_num_seqs, contexts, options.steps, began + options.deadline,
+                               common.say)
+        facts["capacity"] = capacity(points, options.max_num_seqs) if points else None
+    common.append(options.out, {"kind": "tau", **facts, "points": points, "left_out": left})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
