@@ -69,9 +69,8 @@ def test_the_machine_notices_starving_loss_and_unfairness():
                 super().push(item, tokens)
 
     class Unfair(PromptQueue):
-        def pop(self):
-            self._waiting.sort(key=lambda waiting: -waiting.arrival)
-            return super().pop()
+        def push(self, item, tokens):
+            super().push(item, -tokens)
 
     for broken in (Starving, Lossy, Unfair):
         machine = type("Broken", (Order,), {"queue_class": broken})

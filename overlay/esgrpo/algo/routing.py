@@ -6,6 +6,8 @@ TailSieve (2608.22788): the few longest responses on replicas of low concurrency
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,50 +30,49 @@ def length_class(tokens: float, limits: tuple[float, float]) -> str:
     return TAIL if tokens > tail else BODY
 
 
-@dataclass
-class Waiting:
-    """A prompt in the queue."""
-
-    item: Any
-    tokens: float
-    arrival: int
-    overtaken: int = 0
-
-
 class PromptQueue:
     """Order of the prompts that wait: longest forecast first, none overtaken more than `ageing` times.
 
     Invariants: every pushed item is popped exactly once; a prompt is overtaken (an item that came later goes first) at
     most `ageing` times: whoever reached the limit goes next, the oldest of them first, and popping the oldest
     overtakes nobody older; equal forecasts leave in the order they came; without `by_length` it is FIFO.
+
+    The oldest was overtaken most: whoever overtakes a younger one overtakes it, too. All that came before it are gone,
+    so of the pops so far, those beyond its arrival number overtook it: nothing is counted item by item.
     """
 
     def __init__(self, ageing: int, by_length: bool = True):
         self.ageing, self.by_length = ageing, by_length
-        self._waiting: list[Waiting] = []  # oldest first
-        self._arrivals = 0
+        self._items: dict[int, Any] = {}  # by arrival number
+        self._order: list[int] = []  # arrival numbers that wait, oldest first
+        self._longest: list[tuple[float, int]] = []  # heap of (-tokens, arrival), some of them gone
+        self._arrivals = self._popped = 0
         self.pops = self.inversions = self.overtakes = 0  # inversions: pops of an item that was not the oldest
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._order)
 
     def push(self, item, tokens: float) -> None:
-        self._waiting.append(Waiting(item, tokens, self._arrivals))
-        self._arrivals += 1
+        arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        self._items[arrival] = item
+        self._order.append(arrival)
+        if self.by_length:
+            heapq.heappush(self._longest, (-tokens, arrival))
 
     def pop(self):
         """The next item. Raises IndexError when none waits."""
-        waiting = self._waiting
-        place = 0
-        if self.by_length and waiting and waiting[0].overtaken < self.ageing:  # the oldest is overtaken most
-            place = max(range(len(waiting)), key=lambda index: (waiting[index].tokens, -index))
-        chosen = waiting.pop(place)
-        for older in waiting[:place]:
-            older.overtaken += 1
+        arrival = self._order[0]
+        if self.by_length and self._popped - arrival < self.ageing:
+            while self._longest[0][1] not in self._items:
+                heapq.heappop(self._longest)
+            arrival = heapq.heappop(self._longest)[1]
+        place = bisect.bisect_left(self._order, arrival)
+        del self._order[place]
+        self._popped += 1
         self.pops += 1
         self.overtakes += place
         self.inversions += place > 0
-        return chosen.item
+        return self._items.pop(arrival)
 
     def take_counts(self) -> dict[str, int]:
         """Counts since the last call."""
@@ -205,14 +206,20 @@ def choose_replica(length: str, in_flight: Mapping[str, int], tail: frozenset[st
     if not in_flight:
         raise ValueError("no replica")
     tail = tail & in_flight.keys()
-    sticky = sticky if sticky in in_flight else None
     rest = [name for name in in_flight if name not in tail]
-    if not tail or not rest:
-        return sticky or _least(in_flight, in_flight, rng)
-    inside, outside = _least(tail, in_flight, rng), _least(rest, in_flight, rng)
+    inside = _least(tail, in_flight, rng) if tail else None
+    outside = _least(rest, in_flight, rng) if rest else None
+    return _choose(length, in_flight, inside, outside, sticky, sticky in tail)
+
+
+def _choose(length: str, in_flight: Mapping, inside, outside, sticky, sticky_on_tail: bool):
+    """The rule of `choose_replica`, given the least loaded tail replica and the least loaded other one (None: none)."""
+    sticky = sticky if sticky in in_flight else None
+    if inside is None or outside is None:
+        return sticky if sticky is not None else outside if inside is None else inside
     if length == TAIL:
         if sticky is not None:  # its own request has been released: counts are those of the others
-            return inside if sticky not in tail and in_flight[inside] < in_flight[sticky] else sticky
+            return inside if not sticky_on_tail and in_flight[inside] < in_flight[sticky] else sticky
         return inside if in_flight[inside] <= in_flight[outside] else outside
     if sticky is not None:
         return sticky
@@ -224,3 +231,50 @@ def _least(names: Iterable[str], in_flight: Mapping[str, int], rng: random.Rando
     fewest = min(in_flight[name] for name in ordered)
     equal: Sequence[str] = [name for name in ordered if in_flight[name] == fewest]
     return equal[0] if len(equal) == 1 else rng.choice(equal)
+
+
+class Pool:
+    """`choose_replica` over a fixed set of replicas in O(log n): counts change one at a time, the fewest is known.
+
+    Invariants: counts are never below zero; a choice is one that `choose_replica` could make; among equals the choice
+    is random.
+    """
+
+    STALE = 4  # outdated entries per replica before the heaps are made anew
+
+    def __init__(self, names: Iterable, rng: random.Random):
+        self.in_flight = dict.fromkeys(sorted(names), 0)
+        if not self.in_flight:
+            raise ValueError("no replica")
+        self._names, self._rng = list(self.in_flight), rng
+        self.set_tail(0)
+
+    def set_tail(self, count: int) -> None:
+        """The first `count` replicas by name serve the tail from now on, as in `tail_set`."""
+        self.tail = frozenset(self._names[:count])
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._heaps: tuple[list, list] = ([], [])  # (requests, random number, replica): others, tail
+        for name, count in self.in_flight.items():
+            self._heaps[name in self.tail].append((count, self._rng.random(), name))
+        for heap in self._heaps:
+            heapq.heapify(heap)
+
+    def add(self, name, change: int) -> None:
+        """One request more (1) or fewer (-1) on this replica."""
+        count = self.in_flight[name] = max(0, self.in_flight[name] + change)
+        heap = self._heaps[name in self.tail]
+        heapq.heappush(heap, (count, self._rng.random(), name))
+        if len(heap) > (self.STALE + 1) * len(self._names):
+            self._rebuild()
+
+    def least(self, tail: bool = False):
+        """The least loaded of the tail replicas or of the others; None when there is none."""
+        heap = self._heaps[tail]
+        while heap and self.in_flight[heap[0][2]] != heap[0][0]:
+            heapq.heappop(heap)
+        return heap[0][2] if heap else None
+
+    def choose(self, length: str, sticky=None):
+        return _choose(length, self.in_flight, self.least(True), self.least(False), sticky, sticky in self.tail)

@@ -1,0 +1,191 @@
+"""Rollout policies: which response is decoded where, when and for how long. Pure and driven by events.
+
+The driver (bench.sim's virtual clock or bench.engine's real vLLM) owns time and replicas; a policy owns decisions. The
+driver calls, in this order:
+
+    remember(groups)   once, before the run: visits of an earlier epoch, for policies that keep a history
+    admit(groups)      groups that became visible: at most `demand()` of them at the start of a step (sync) or whenever
+                       `demand()` is positive (async)
+    next(now, load)    after every event; the actions are carried out in their order
+    boundary(...)      a segment ended: Continue, Yield or Prune. After Yield the response is the policy's again: it
+                       comes back as a Submit from a later `next`
+    finished(...)      a response is whole
+    aborted(...)       an Abort was carried out; `tokens` is what the response has from now on (0 if not kept)
+    weights_changed(now)
+
+Scenarios. sync: a policy ends a step by EndStep(groups) with `limits.groups` whole groups; weights change then, and
+what is still running goes on afterwards (its KV cache is that of old weights: see `sync`). async: the driver takes the
+oldest whole groups itself, EndStep is never returned; a policy may start no more than `load.allowance` groups.
+
+A group is whole when `limits.members` of its samples are finished or pruned. Tokens are response tokens; time is in
+seconds since the start.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from bench.workload import Group, Sample
+from esgrpo.algo.routing import Pool
+
+SYNC, ASYNC = "sync", "async"
+KEEP, ABORT = "keep", "abort"  # what a weight sync does to running requests
+
+
+@dataclass(frozen=True)
+class Limits:
+    replicas: int
+    sequences: int  # requests that run at once on a replica (max_num_seqs)
+    capacity: int  # requests at which a replica is full, for the bubble rate
+    cap: int  # tokens of the longest response
+    members: int  # samples of a group that are trained
+    groups: int  # groups of an update
+    scenario: str = SYNC
+
+    @property
+    def slots(self) -> int:
+        return self.replicas * self.sequences
+
+
+class Load(Protocol):
+    """What a driver shows of the replicas, numbered from 0."""
+
+    running: Sequence[int]
+    waiting: Sequence[int]
+    free_blocks: Sequence[int]  # KV blocks
+    allowance: int  # groups that may still be begun before the next weights (staleness bound); large under sync. The
+    #                 driver lowers it with the first Submit of each group
+
+    def progress(self, sample: Sample) -> int:
+        """Tokens of this response so far, decoded or brought along."""
+
+
+class Submit(NamedTuple):
+    """Decode on `replica`; `segment` tokens until the next boundary (None: to the end); `done` tokens exist already."""
+
+    sample: Sample
+    replica: int
+    segment: int | None = None
+    done: int = 0
+
+
+class Abort(NamedTuple):
+    """Stop a response that was submitted; without `keep_tokens` it starts from nothing when it is submitted again."""
+
+    sample: Sample
+    keep_tokens: bool
+
+
+class Tell(NamedTuple):
+    """The next boundary of a running response comes after `segment` more tokens, if that is earlier."""
+
+    sample: Sample
+    segment: int
+
+
+class Prune(NamedTuple):
+    """End a response for good; `pi` is the probability with which it would have been kept. Also an answer of `boundary`."""
+
+    sample: Sample
+    rule: str
+    pi: float
+
+
+class EndStep(NamedTuple):
+    """These whole groups are trained (their indexes)."""
+
+    groups: list[int]
+
+
+class Continue(NamedTuple):
+    """Answer of `boundary`: decode on, the next boundary after `segment` tokens (None: to the end)."""
+
+    segment: int | None = None
+
+
+class Yield(NamedTuple):
+    """Answer of `boundary`: hand the response back with its tokens."""
+
+
+Action = Submit | Abort | Tell | Prune | EndStep
+
+
+class Policy:
+    """What all policies share: groups that are open, groups that are whole, requests in flight per replica."""
+
+    name = ""
+    scenarios: tuple[str, ...] = (SYNC, ASYNC)
+    sync = ABORT
+    spare = 0.0  # spare samples per trained one that the workload must have
+
+    def __init__(self, limits: Limits, rng: random.Random):
+        self.limits, self.rng = limits, rng
+        self.pool = Pool(range(limits.replicas), rng)
+        self.missing: dict[int, int] = {}  # group -> samples that it still needs
+        self.whole: deque[int] = deque()  # whole groups, oldest first (sync)
+        self.waiting: deque = deque()  # visible groups that have not begun
+
+    def remember(self, groups: Iterable[Group]) -> None:
+        pass
+
+    def demand(self) -> int:
+        """Fresh groups wanted. Under async: as many as could run at once, so that there is a choice."""
+        if self.limits.scenario == SYNC:
+            return self.limits.groups
+        return max(0, -(-self.limits.slots // self.limits.members) - len(self.waiting))
+
+    def admit(self, groups: Iterable[Group]) -> None:
+        self.waiting.extend(groups)
+
+    def next(self, now: float, load: Load) -> list[Action]:
+        actions = self.place(now, load)
+        if self.limits.scenario == SYNC and len(self.whole) >= self.limits.groups:
+            actions.append(EndStep([self.whole.popleft() for _ in range(self.limits.groups)]))
+        return actions
+
+    def place(self, now: float, load: Load) -> list[Action]:
+        """Submissions that are possible now."""
+        raise NotImplementedError
+
+    def boundary(self, sample: Sample, replica: int, tokens: int) -> Continue | Yield | Prune:
+        return Continue()
+
+    def begin(self, group: Group) -> None:
+        self.missing[group.index] = self.limits.members
+
+    def finished(self, sample: Sample, replica: int, now: float) -> None:
+        self.left(replica)
+        self.ended(sample)
+
+    def ended(self, sample: Sample) -> None:
+        """One sample less that its group needs; a group that is whole joins the queue of those."""
+        self.missing[sample.group] -= 1
+        if self.missing[sample.group] == 0:
+            del self.missing[sample.group]
+            if self.limits.scenario == SYNC:
+                self.whole.append(sample.group)
+
+    def aborted(self, sample: Sample, replica: int, tokens: int, now: float) -> None:
+        self.left(replica)
+
+    def weights_changed(self, now: float) -> None:
+        pass
+
+    def submit(self, sample: Sample, replica: int, segment: int | None = None, done: int = 0) -> Submit:
+        self.pool.add(replica, 1)
+        return Submit(sample, replica, segment, done)
+
+    def left(self, replica: int) -> None:
+        self.pool.add(replica, -1)
+
+
+def policies() -> dict[str, type[Policy]]:
+    """Every policy by its name on the command line, the baseline first."""
+    from bench.policies import order
+
+    families = (order,)
+    return {cls.name: cls for family in families for cls in family.POLICIES}
