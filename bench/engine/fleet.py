@@ -67,7 +67,7 @@ class Fleet:
     def __init__(self, count: int, options: dict, cache: Path, cpu: bool):
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes, self.kind, self.blocks, self.block_size = [], [], "", 0, 0
-        self.batched_tokens = options["max_num_batched_tokens"]
+        self.batched_tokens, self.longest = options["max_num_batched_tokens"], options["max_model_len"]
         before = dict(os.environ)
         try:
             for number in range(count):
@@ -148,6 +148,6 @@ class Fleet:
             self.send(number, [command])
         found = {}
         while len(found) < len(asked):
-            for number, (_, _, _, events) in self.poll(1.0):
+            for number, (*_, events) in self.poll(1.0):
                 found.update({number: event[2:] for event in events if event[0] == answer})
         return [found[number] for number in asked]

@@ -17,6 +17,7 @@ from bench.engine import fleet as fleets
 from bench.engine import model
 
 PROMPT_MARGIN = 16  # tokens between the longest response and the model's limit
+ROOM = 1024  # response tokens that an engine has room for at least: tau is measured in it
 BEGAN = time.monotonic()
 
 
@@ -75,7 +76,7 @@ def facts(options, cpu: bool, fleet) -> dict:
 def start(options):
     """(running fleet, facts); `options.cap` is the longest response. The hooks are in place, or EsgrpoError."""
     cpu = fleets.on_cpu()
-    options.longest = options.prompt + options.cap + PROMPT_MARGIN
+    options.longest = options.prompt + max(options.cap, ROOM) + PROMPT_MARGIN
     name, load_format, options.vocabulary = model.prepare(options.model, options.longest, options.cache / "model")
     say(f"starting {options.replicas} replicas of {options.model}")
     with fleets.Fleet(options.replicas, fleets.engine_options(name, load_format, options, cpu), options.cache,

@@ -14,6 +14,11 @@ TOKEN_LIMIT = 100  # prompts are random tokens below this; every vocabulary has 
 class Probe(Replica):
     """Also times steps. One batch at a time: prefill, decode as often as wanted, clear."""
 
+    def timed_step(self) -> bool:
+        if len(self.open) == 0:
+            raise RuntimeError("all requests ended before the measurement did")
+        return self.step()
+
     def do_prefill(self, batch: int, context: int, length: int, seed: int) -> None:
         """Submit `batch` requests with different prompts of `context` tokens; tells tokens per second until each has
         its first token."""
@@ -23,19 +28,19 @@ class Probe(Replica):
             prompt = [rng.randrange(TOKEN_LIMIT) for _ in range(context)]
             self.do_submit(f"tau-{seed}-{number}", prompt, [], length, None)
         while any(not attempt.tokens for attempt in self.open.values()):
-            self.step()
+            self.timed_step()
         self.events.clear()
         self.tell("prefilled", batch * context / (time.perf_counter() - begin), len(self.scheduler.running))
 
     def do_decode(self, steps: int, windows: int) -> None:
         """Tells the milliseconds per step of every window, and how many requests ran all the time."""
         for _ in range(SETTLE_STEPS):
-            self.step()
+            self.timed_step()
         found = []
         for _ in range(windows):
             begin, made = time.perf_counter(), 0
             while made < steps:
-                made += self.step()
+                made += self.timed_step()
             found.append((time.perf_counter() - begin) / steps * 1e3)
         self.events.clear()
         self.tell("decoded", found, len(self.open))

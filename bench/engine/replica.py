@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 PARENT_DIES = 1  # PR_SET_PDEATHSIG of prctl(2)
 NEVER = 1 << 40  # a boundary that no response reaches
 TOKEN_TEMPERATURE = 1.0  # as in training
+REPORT_S = 0.05  # between two messages while nothing happens but tokens
 IDLE_S = 0.05  # between two looks at the pipe while nothing runs
 REQUIRED = ("segment-scheduler", "engine-core-utilities")
 
@@ -68,6 +69,7 @@ class Replica:
         self.current: dict[str, str] = {}  # sample -> its open attempt
         self.events: list[tuple] = []
         self.load: tuple = ()
+        self.next_report, self.steps = 0.0, 0  # steps whose outputs came out: each gives a token to all that run
         self.crossed: list[str] = []  # samples at a soft boundary in this step
         self.resume_at: float | None = None
         self.count, self.version = 0, 0
@@ -101,6 +103,8 @@ class Replica:
 
         if self.open:
             raise RuntimeError(f"{len(self.open)} requests are left of the run before")
+        if self.resume_at is not None:
+            self.resume()
         while self.has_work():
             self.step()
         self.core.reset_prefix_cache()
@@ -112,7 +116,7 @@ class Replica:
         self.do_version(0)
         self.windows.clear()
         gc.collect()
-        self.tell("reset", self.blocks()[1])
+        self.tell("reset")
 
     def _observe_boundaries(self) -> None:
         """The driver hears of boundaries; until it answers there is no next one."""
@@ -139,7 +143,7 @@ class Replica:
         parameters = SamplingParams(
             temperature=TOKEN_TEMPERATURE, max_tokens=target - len(response), ignore_eos=True, logprobs=0,
             extra_args={"segment": {"group": sample, "member": 0, "done_before": len(response), "move": True,
-                                    "length_class": "short" if boundary is None else "body"}})
+                                    "length_class": "body"}})
         request = EngineCoreRequest(
             request_id=key, prompt_token_ids=prompt + response, mm_features=None, sampling_params=parameters,
             pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None,
@@ -153,7 +157,14 @@ class Replica:
         key = self.current.get(sample)
         return None if key is None else self.open[key].done + len(self.open[key].tokens)
 
+    def do_tell(self, sample: str, segment: int) -> None:
+        """The next boundary comes after so many more tokens, if that is earlier."""
+        count = self._count_of(sample)
+        if count is not None:
+            self.core.esgrpo_set_segment_length(sample, count + max(1, segment), False)
+
     def do_segment(self, sample: str, boundary: int) -> None:
+        """After a boundary: the place of the next one in the whole response."""
         count = self._count_of(sample)
         if count is not None:
             self.core.esgrpo_set_segment_length(sample, max(boundary, count + 1), False)
@@ -209,6 +220,7 @@ class Replica:
     def step(self) -> bool:
         """One engine step; True when its outputs came out (under async scheduling they lag)."""
         outputs, executed = self.core.step_fn()
+        self.steps += bool(outputs)
         for batch in (outputs or {}).values():
             for output in batch.outputs:
                 self._absorb(output)
@@ -245,11 +257,12 @@ class Replica:
         return pool.get_num_free_blocks(), pool.num_gpu_blocks
 
     def flush(self) -> None:
-        """Send the events, and the load whenever it changed."""
+        """Send (time, load, free blocks, steps, events): at events, at a change of load, and now and then."""
         load = (len(self.scheduler.running), len(self.scheduler.waiting), self.resume_at is not None)
-        if self.events or load != self.load:
-            self.load = load
-            self.send((time.monotonic(), load, self.blocks()[0], self.events))
+        now = time.monotonic()
+        if self.events or load != self.load or (load[0] and now >= self.next_report):
+            self.load, self.next_report = load, now + REPORT_S
+            self.send((now, load, self.blocks()[0], self.steps, self.events))
             self.events = []
 
     def resume(self) -> None:

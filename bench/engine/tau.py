@@ -22,6 +22,7 @@ WINDOWS = 3
 STEPS = 40  # of a window
 WARM_UP = ((1, 64), (8, 64))  # batch, context: kernels that are compiled at first use
 PEAK_SHARE = 0.9  # of the peak rate: where a replica counts as full
+FILLED = 0.9  # of the KV blocks at most
 SPARE = 64  # tokens of a request beyond what is timed: settling and lagging steps
 
 
@@ -55,9 +56,9 @@ def point(fleet: Fleet, only: list[int], batch: int, context: int, steps: int, s
 
 
 def fits(fleet: Fleet, batch: int, context: int, steps: int) -> bool:
-    """Does the KV cache hold so many requests to the end of the measurement? Keeps one block in ten free."""
-    blocks = -(-(context + growth(fleet, batch, context, steps)) // fleet.block_size)
-    return batch * blocks <= 0.9 * fleet.blocks
+    """Do context and KV cache hold so many requests to the end of the measurement? One block in ten stays free."""
+    tokens = context + growth(fleet, batch, context, steps)
+    return tokens <= fleet.longest and batch * -(-tokens // fleet.block_size) <= FILLED * fleet.blocks
 
 
 def capacity(points: list[dict], limit: int) -> int:
@@ -74,7 +75,7 @@ def measure(fleet: Fleet, limit: int, contexts: list[int], steps: int, end: floa
     """(points, what was left out and why); stops cleanly at the monotonic time `end`."""
     everyone = list(range(len(fleet.pipes)))
     for number, (batch, context) in enumerate(WARM_UP):
-        point(fleet, everyone, min(batch, limit), context, SPARE, number)
+        point(fleet, everyone, min(batch, limit), min(context, *contexts), steps, number)
     points, left = [], []
     settings = [[0]] if len(everyone) == 1 else [everyone, [0]]
     for context in contexts:
@@ -82,7 +83,7 @@ def measure(fleet: Fleet, limit: int, contexts: list[int], steps: int, end: floa
             for batch in batches(limit):
                 where = {"batch": batch, "context": context, "replicas": len(only)}
                 if not fits(fleet, batch, context, steps):
-                    left.append({**where, "why": "KV cache too small"})
+                    left.append({**where, "why": "context or KV cache too small"})
                 elif time.monotonic() > end:
                     left.append({**where, "why": "out of time"})
                 else:
