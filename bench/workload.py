@@ -13,6 +13,7 @@ first `members` samples of a group do not depend on how many spare ones are made
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -42,10 +43,10 @@ class Preset:
 
 
 PRESETS = {
-    "math": Preset(1160, 0.988, 0.03, 256, 0.5, "TailSieve tab. A.3 at a cap of 16,384: P50 1,160, P90 4,115, P99 about "
-                   "11.5k, 3 % truncated on math"),
-    "code": Preset(600, 0.85, 0.001, 512, 0.5, "RollPacker fig. 2: P75 755 to 1,100, longest 25 to 32 times the median; "
-                   "TailSieve: 0.1 % truncated on code"),
+    "math": Preset(1160, 0.988, 0.03, 256, 0.5, "TailSieve tab. A.3 at a cap of 16,384: P50 1,160, P90 4,115, P99 "
+                   "about 11.5k; 3 % truncated on math"),
+    "code": Preset(600, 0.85, 0.001, 512, 0.5, "RollPacker fig. 2: P75 755 to 1,100, longest 25 to 32 times the "
+                   "median; TailSieve: 0.1 % truncated on code"),
     "agentic": Preset(2000, 0.988, 0.01, 2048, 0.0, "Laminar: P99 about ten times the median in tool RL (second-hand); "
                       "median, prompt and 1 % at the cap are assumptions"),
 }
@@ -74,18 +75,25 @@ class Group:
 
 def generate(preset: str, groups: int, members: int, cap: int, seed: int, *, prompts: int | None = None,
              spare: int = 0, scale: float = 1.0, tail: float = 1.0) -> list[Group]:
-    """`groups` visits of `prompts` different prompts (default: each comes EPOCHS times), shuffled in every epoch.
+    """`groups` visits of `prompts` different prompts (default: each comes EPOCHS times), as `stream` makes them."""
+    endless = stream(preset, prompts or max(1, groups // EPOCHS), members, cap, seed, spare=spare, scale=scale,
+                     tail=tail)
+    return list(itertools.islice(endless, groups))
+
+
+def stream(preset: str, prompts: int, members: int, cap: int, seed: int, *, spare: int = 0, scale: float = 1.0,
+           tail: float = 1.0) -> Iterator[Group]:
+    """Visits without end, epoch after epoch over all prompts, each in another order.
 
     `scale` multiplies lengths (not the cap): a small one makes a test, 4 to 8 a thinking model. `tail` multiplies the
     spread. Raises KeyError for an unknown preset.
     """
     shape = PRESETS[preset]
-    prompts = prompts or max(1, groups // EPOCHS)
     spread = {name: shape.spread * tail * math.sqrt(share) for name, share in SHARES.items()}
     base = math.log(shape.median * scale)
     spiked = NormalDist().inv_cdf(1 - SPIKED_PROMPTS)
-    order, result = list(range(prompts)), []
-    for index in range(groups):
+    order = list(range(prompts))
+    for index in itertools.count():
         if index % prompts == 0:
             random.Random(f"{seed} epoch {index // prompts}").shuffle(order)
         prompt = order[index % prompts]
@@ -103,8 +111,7 @@ def generate(preset: str, groups: int, members: int, cap: int, seed: int, *, pro
             correct = rng.random() < chance and length < cap
             samples.append(Sample(index * (members + spare) + member, index, member, shape.prompt_tokens,
                                   min(length, cap), correct))
-        result.append(Group(index, prompt, samples))
-    return result
+        yield Group(index, prompt, samples)
 
 
 def replay(path: str | Path, members: int, cap: int | None = None, prompt_tokens: int = 256) -> list[Group]:
@@ -139,7 +146,7 @@ def _lines(path: str | Path) -> Iterator[dict]:
 
 
 def statistics(groups: list[Group]) -> dict[str, float]:
-    """Quantiles of the lengths, share at the longest length, and shares of correct samples and of groups of one mind."""
+    """Quantiles of the lengths and the share at the longest; shares of correct samples and of groups of one mind."""
     from esgrpo.algo.accounting import quantile
 
     lengths = [sample.tokens for group in groups for sample in group.samples]

@@ -4,13 +4,13 @@ The driver (bench.sim's virtual clock or bench.engine's real vLLM) owns time and
 driver calls, in this order:
 
     remember(groups)   once, before the run: visits of an earlier epoch, for policies that keep a history
-    admit(groups)      groups that became visible: at most `demand()` of them at the start of a step (sync) or whenever
-                       `demand()` is positive (async)
-    next(now, load)    after every event; the actions are carried out in their order
+    demand()           before every `next`: how many fresh groups the policy wants to see now
+    admit(groups)      these groups became visible; fewer than wanted at the end of the workload
+    next(now, load)    after every event, and again until it returns nothing; actions are carried out in their order
     boundary(...)      a segment ended: Continue, Yield or Prune. After Yield the response is the policy's again: it
                        comes back as a Submit from a later `next`
     finished(...)      a response is whole
-    aborted(...)       an Abort was carried out; `tokens` is what the response has from now on (0 if not kept)
+    aborted(...)       an Abort or Prune was carried out; `tokens` is what the response had then
     weights_changed(now)
 
 Scenarios. sync: a policy ends a step by EndStep(groups) with `limits.groups` whole groups; weights change then, and
@@ -45,10 +45,16 @@ class Limits:
     members: int  # samples of a group that are trained
     groups: int  # groups of an update
     scenario: str = SYNC
+    kv_tokens: int = 1 << 60  # KV cache of a replica
 
     @property
     def slots(self) -> int:
         return self.replicas * self.sequences
+
+    @property
+    def concurrent(self) -> int:
+        """Groups that run at once."""
+        return -(-self.slots // self.members)
 
 
 class Load(Protocol):
@@ -88,11 +94,17 @@ class Tell(NamedTuple):
 
 
 class Prune(NamedTuple):
-    """End a response for good; `pi` is the probability with which it would have been kept. Also an answer of `boundary`."""
+    """End a response for good; `pi`: the probability of keeping it. Also an answer of `boundary`."""
 
     sample: Sample
     rule: str
     pi: float
+
+
+class Restart(NamedTuple):
+    """Throw away all that a group has finished; nothing of it runs. Its spare samples stand in for a new attempt."""
+
+    group: int
 
 
 class EndStep(NamedTuple):
@@ -111,7 +123,7 @@ class Yield(NamedTuple):
     """Answer of `boundary`: hand the response back with its tokens."""
 
 
-Action = Submit | Abort | Tell | Prune | EndStep
+Action = Submit | Abort | Tell | Prune | Restart | EndStep
 
 
 class Policy:
@@ -128,24 +140,31 @@ class Policy:
         self.missing: dict[int, int] = {}  # group -> samples that it still needs
         self.whole: deque[int] = deque()  # whole groups, oldest first (sync)
         self.waiting: deque = deque()  # visible groups that have not begun
+        self.fresh = limits.groups  # groups that this step still wants to see (sync)
 
     def remember(self, groups: Iterable[Group]) -> None:
         pass
 
     def demand(self) -> int:
-        """Fresh groups wanted. Under async: as many as could run at once, so that there is a choice."""
+        """Under sync what a step needs; under async as many waiting groups as could run at once: there is a choice."""
         if self.limits.scenario == SYNC:
-            return self.limits.groups
-        return max(0, -(-self.limits.slots // self.limits.members) - len(self.waiting))
+            return self.fresh
+        return max(0, self.limits.concurrent - len(self.waiting))
 
-    def admit(self, groups: Iterable[Group]) -> None:
+    def admit(self, groups: Sequence[Group]) -> None:
+        self.fresh -= len(groups)
         self.waiting.extend(groups)
 
     def next(self, now: float, load: Load) -> list[Action]:
         actions = self.place(now, load)
         if self.limits.scenario == SYNC and len(self.whole) >= self.limits.groups:
-            actions.append(EndStep([self.whole.popleft() for _ in range(self.limits.groups)]))
+            actions.append(self.end_step())
         return actions
+
+    def end_step(self) -> EndStep:
+        """Train the oldest whole groups; the next step wants as many fresh ones."""
+        self.fresh = self.limits.groups
+        return EndStep([self.whole.popleft() for _ in range(self.limits.groups)])
 
     def place(self, now: float, load: Load) -> list[Action]:
         """Submissions that are possible now."""
@@ -185,7 +204,19 @@ class Policy:
 
 def policies() -> dict[str, type[Policy]]:
     """Every policy by its name on the command line, the baseline first."""
-    from bench.policies import order
+    from bench.policies import carry, es_grpo, order, seer, tail
 
-    families = (order,)
+    families = (order, carry, tail, seer, es_grpo)
     return {cls.name: cls for family in families for cls in family.POLICIES}
+
+
+def policy(name: str) -> type[Policy]:
+    """A policy by its name; "es-grpo/AB" is ES-GRPO with modules A and B only. Raises KeyError with the names."""
+    from bench.policies.es_grpo import EsGrpo, variant
+
+    if name.startswith(f"{EsGrpo.name}/"):
+        return variant(name.removeprefix(f"{EsGrpo.name}/"))
+    known = policies()
+    if name not in known:
+        raise KeyError(f"unknown policy {name!r}, wanted one of {', '.join(known)}")
+    return known[name]

@@ -25,7 +25,7 @@ class Verl(Policy):
             return []
         actions: list[Action] = []
         room = len(self.waiting) if self.limits.scenario == SYNC else min(
-            load.allowance, -(-self.limits.slots // self.limits.members) - len(self.missing))
+            load.allowance, self.limits.concurrent - len(self.missing))
         for _ in range(min(room, len(self.waiting))):
             group = self.waiting.popleft()
             self.begin(group)

@@ -1,0 +1,112 @@
+"""Partial rollout: unfinished responses are carried into the next step with their tokens. UloRL and APRIL.
+
+Both run only under sync: under async verl carries partial responses by itself.
+"""
+
+from __future__ import annotations
+
+import math
+
+from bench.policies import SYNC, Abort, Action, Load, Policy, Yield
+from bench.workload import Sample
+
+
+class Carrying(Policy):
+    scenarios = (SYNC,)
+
+    def __init__(self, limits, rng):
+        super().__init__(limits, rng)
+        self.flying: dict[int, tuple[Sample, int]] = {}  # sample key -> replica
+        self.paused: list[tuple[Sample, int]] = []  # with their tokens, oldest first
+
+    def launch(self, segment: int | None) -> list[Action]:
+        """Submit what was carried first, then all groups that are visible."""
+        actions: list[Action] = [self.fly(sample, segment, done) for sample, done in self.paused]
+        self.paused.clear()
+        while self.waiting:
+            group = self.waiting.popleft()
+            self.begin(group)
+            actions.extend(self.fly(sample, segment, 0) for sample in group.samples[:self.limits.members])
+        return actions
+
+    def fly(self, sample: Sample, segment: int | None, done: int) -> Action:
+        replica = self.pool.least()
+        self.flying[sample.key] = sample, replica
+        return self.submit(sample, replica, segment, done)
+
+    def finished(self, sample, replica, now):
+        del self.flying[sample.key]
+        super().finished(sample, replica, now)
+
+    def aborted(self, sample, replica, tokens, now):
+        del self.flying[sample.key]
+        self.paused.append((sample, tokens))
+        super().aborted(sample, replica, tokens, now)
+
+
+class Static(Carrying):
+    """UloRL (arXiv 2507.19766): every response is handed back after a segment of fixed length; an update after a round.
+
+    A round resumes the unfinished pool and adds fresh groups, and ends when every response has ended or reached its
+    boundary. Four segments, their fastest setting (2.06 x at 64k). Simplified: the paper does not say how many prompts
+    refill a round; here one update's worth, less what is whole already. A round that leaves too few whole groups for an
+    update is followed by another one, so that every update has the same number of groups as everybody's.
+    """
+
+    name = "static"
+    SEGMENTS = 4
+
+    def next(self, now: float, load: Load) -> list[Action]:
+        if self.flying:
+            return []
+        if len(self.whole) >= self.limits.groups:
+            action = self.end_step()
+            self.fresh = max(0, self.limits.groups - len(self.whole))
+            return [action]
+        return self.launch(math.ceil(self.limits.cap / self.SEGMENTS))
+
+    def demand(self) -> int:
+        return 0 if self.flying else super().demand()
+
+    def boundary(self, sample: Sample, replica: int, tokens: int) -> Yield:
+        del self.flying[sample.key]
+        self.paused.append((sample, tokens))
+        self.left(replica)
+        if not self.flying and len(self.whole) < self.limits.groups:
+            self.fresh = self.limits.groups - len(self.whole)
+        return Yield()
+
+    def finished(self, sample, replica, now):
+        super().finished(sample, replica, now)
+        if not self.flying and len(self.whole) < self.limits.groups:
+            self.fresh = self.limits.groups - len(self.whole)
+
+
+class April(Carrying):
+    """APRIL (arXiv 2509.18521): more groups than needed run; when enough are whole, the rest is aborted and resumed
+    first in the next step with its tokens.
+
+    Twice as many as needed are open, as Seer ran it for its comparison. Simplified: nothing.
+    """
+
+    name = "april"
+    OVER = 2.0
+
+    def __init__(self, limits, rng):
+        super().__init__(limits, rng)
+        self.fresh = self.wanted()
+
+    def wanted(self) -> int:
+        """Fresh groups so that OVER times as many as needed are open or whole."""
+        return max(0, round(self.OVER * self.limits.groups) - len(self.missing) - len(self.whole) - len(self.waiting))
+
+    def next(self, now: float, load: Load) -> list[Action]:
+        if len(self.whole) < self.limits.groups:
+            return self.launch(None)
+        actions: list[Action] = [Abort(sample, True) for sample, _ in self.flying.values()]
+        actions.append(self.end_step())
+        self.fresh = self.wanted()
+        return actions
+
+
+POLICIES = (Static, April)

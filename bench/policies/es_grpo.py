@@ -1,0 +1,273 @@
+"""ES-GRPO, by the decisions of overlay/esgrpo/algo: the same classes that the hooks drive.
+
+Modules, each can be left out: A routing (longest forecast first, replicas kept for the tail), B keep (requests survive
+a weight sync with their KV cache), C pruning (the resolved rule under its audit), D elastic segments (a group that is
+all but finished is told to look soon; its rest joins the tail class and may move to a tail replica at that boundary).
+
+Soft boundaries that decide nothing are not events here: they cost the engine nothing (bench.scheduler_cost). One audit
+for all groups, as with one agent-loop worker. The rules for loops are not simulated: no tokens, no loops.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from bench.policies import ABORT, KEEP, SYNC, Action, Continue, Load, Policy, Prune, Tell, Yield
+from bench.workload import Group, Sample
+from esgrpo import config
+from esgrpo.algo import elastic
+from esgrpo.algo.audit import Audit
+from esgrpo.algo.group_pruning import Finished, GroupPruner
+from esgrpo.algo.grouping import FINISHED, PRUNED, RUNNING, GroupCoordinator
+from esgrpo.algo.history import PromptHistory, refined
+from esgrpo.algo.routing import BODY, TAIL, PromptQueue, TailShare
+from esgrpo.algo.routing_order import alternate
+from esgrpo.algo.segments import next_multiple
+
+ROUTING, KEPT, PRUNING, ELASTIC = "ABCD"
+
+
+@dataclass
+class Member:
+    sample: Sample
+    replica: int
+    length_class: str
+    may_move: bool
+
+
+@dataclass
+class Open:
+    """A group that runs. `prompt` is its name in the history, `length` its longest forecast."""
+
+    group: Group
+    forecast: dict
+    told: elastic.Segments
+    running: dict[int, Member] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)  # of members that ended, pruned ones included
+    ended: list[tuple[int, bool | None, bool]] = field(default_factory=list)  # tokens, correct, only a lower bound
+
+
+class EsGrpo(Policy):
+    name = "es-grpo"
+    modules = ROUTING + KEPT + ELASTIC
+
+    def __init__(self, limits, rng):
+        super().__init__(limits, rng)
+        self.settings = config.parse({"profile": "elastic"})
+        self.has = frozenset(self.modules)
+        self.sync = KEEP if KEPT in self.has else ABORT
+        routing = self.settings.routing
+        self.history = PromptHistory(self.settings.history, routing, budget=limits.cap)
+        self.queue = PromptQueue(routing.ageing, by_length=ROUTING in self.has)
+        self.now = 0.0
+        self.share = TailShare(routing.tail_share if ROUTING in self.has else 0.0, lambda: self.now)
+        self.coordinator = GroupCoordinator()
+        self.pruner = self.new_pruner() if PRUNING in self.has else None
+        self.open: dict[int, Open] = {}
+        self.news: dict[int, None] = {}  # groups in which a member ended since the last `next`
+        self.moving: list[tuple[Member, int]] = []  # handed back, with their tokens
+        self.in_flight = self.tails = self.version = 0
+
+    def new_pruner(self) -> GroupPruner:
+        audit = Audit(self.settings.prune.audit, random.Random(self.rng.random()))
+        return GroupPruner(self.settings, audit, self.limits.cap)
+
+    # prompts
+
+    def remember(self, groups) -> None:
+        for group in groups:
+            samples = group.samples[:self.limits.members]
+            self.learn(group.prompt, [(sample.tokens, sample.correct, sample.tokens >= self.limits.cap)
+                                      for sample in samples])
+
+    def learn(self, prompt: int, endings: list[tuple[int, bool | None, bool]]) -> None:
+        self.history.observe(str(prompt), *map(list, zip(*endings, strict=True)), version=self.version)
+
+    def demand(self) -> int:
+        if self.limits.scenario == SYNC:
+            return self.fresh
+        return max(0, self.limits.concurrent - len(self.queue))
+
+    def admit(self, groups) -> None:
+        self.fresh -= len(groups)
+        for group in groups:
+            self.queue.push(group, self.history.forecast(str(group.prompt))["tokens"])
+
+    # placement
+
+    def place(self, now: float, load: Load) -> list[Action]:
+        self.now = now
+        actions = self.look(load) if self.news else []
+        while self.moving:
+            member, tokens = self.moving.pop(0)
+            actions.append(self.start(member, tokens))
+        room = len(self.queue) if self.limits.scenario == SYNC else load.allowance
+        while len(self.queue) and room > 0 and self.in_flight < self.limits.slots:
+            room -= 1
+            actions += self.begin_group(self.queue.pop())
+        return actions
+
+    def begin_group(self, group: Group) -> list[Action]:
+        self.begin(group)
+        forecast, size = self.history.forecast(str(group.prompt)), self.limits.members
+        entry = self.open[group.index] = Open(group, forecast, elastic.Segments(self.settings.segment_length, False))
+        name = str(group.index)
+        if self.pruner is not None:
+            self.pruner.watch(name, size, forecast)
+        length = forecast["length_class"] if ROUTING in self.has else BODY
+        actions: list[Action] = []
+        for sample in group.samples[:size]:
+            self.coordinator.join(name, size, sample.member)
+            member = Member(sample, -1, length, length != TAIL and self.limits.replicas > 1 and ROUTING in self.has)
+            entry.running[sample.member] = member
+            actions.append(self.start(member, 0))
+        return actions
+
+    def start(self, member: Member, done: int) -> Action:
+        """Place it by its class; a response that was handed back prefers its old replica unless it joins the tail."""
+        self.count(member, 1)
+        sticky = member.replica if member.replica >= 0 else None
+        member.replica = self.pool.choose(member.length_class, sticky)
+        return self.submit(member.sample, member.replica, None, done)
+
+    def count(self, member: Member, change: int) -> None:
+        """Requests in flight changed: so may the number of tail replicas."""
+        self.in_flight += change
+        self.tails += change * (member.length_class == TAIL)
+        if self.share.largest > 0:
+            before = len(self.pool.tail)
+            count = self.share.observe(self.limits.replicas, self.tails, self.in_flight - self.tails)
+            if count != before:
+                self.pool.set_tail(count)
+
+    # endings
+
+    def boundary(self, sample: Sample, replica: int, tokens: int) -> Continue | Yield:
+        member = self.open[sample.group].running[sample.member]
+        if not (member.length_class == TAIL and member.may_move):
+            return Continue()
+        member.may_move = False
+        self.left(replica)
+        self.count(member, -1)
+        self.moving.append((member, tokens))
+        return Yield()
+
+    def finished(self, sample, replica, now):
+        self.now = now
+        capped = sample.tokens >= self.limits.cap
+        self.leave(sample, replica, sample.tokens, FINISHED, (sample.tokens, sample.correct, capped),
+                   Finished(sample.tokens, sample.correct, float(sample.correct), capped))
+
+    def aborted(self, sample, replica, tokens, now):
+        """Only pruning stops a response here."""
+        self.now = now
+        self.leave(sample, replica, tokens, PRUNED, (tokens, None, True), None)
+
+    def leave(self, sample: Sample, replica: int, tokens: int, outcome: str, ending: tuple,
+              finished: Finished | None) -> None:
+        entry, name = self.open[sample.group], str(sample.group)
+        member = entry.running.pop(sample.member)
+        self.left(replica)
+        self.count(member, -1)
+        self.coordinator.leave(name, sample.member, outcome)
+        if self.pruner is not None:
+            self.pruner.ended(name, sample.member, finished)
+        entry.lengths.append(tokens)
+        entry.ended.append(ending)
+        self.ended(sample)
+        if entry.running:
+            self.news[sample.group] = None
+            return
+        self.news.pop(sample.group, None)
+        self.learn(entry.group.prompt, entry.ended)
+        if self.pruner is not None:
+            self.pruner.close(name)
+        del self.open[sample.group]
+
+    def look(self, load: Load) -> list[Action]:
+        """Members have ended: who of their siblings is pruned, and how long are the segments of the others?"""
+        actions: list[Action] = []
+        for index in self.news:
+            entry = self.open[index]
+            doomed = self.prune(entry, load) if self.pruner is not None else []
+            actions += doomed
+            if ELASTIC in self.has and not entry.told.tail and len(doomed) < len(entry.running):
+                actions += self.tell(entry, load, {action.sample.member for action in doomed})
+        self.news.clear()
+        return actions
+
+    def prune(self, entry: Open, load: Load) -> list[Prune]:
+        name = str(entry.group.index)
+        if not self.pruner.wants_progress(name):
+            return []
+        # a response that is between two places decodes nowhere: it is asked about at the next ending
+        between = {id(member) for member, _ in self.moving}
+        running = {number: load.progress(member.sample) for number, member in entry.running.items()
+                   if id(member) not in between}
+        decided = self.pruner.checkpoint(name, running)
+        return [Prune(entry.running[number].sample, item.verdict.rule, item.verdict.pi)
+                for number, item in decided.items() if item.verdict.prune]
+
+    def tell(self, entry: Open, load: Load, doomed: set[int]) -> list[Tell]:
+        """The segment length of the group, when it changes; only who may move has a boundary that decides something."""
+        states = self.coordinator.groups[str(entry.group.index)].members
+        ended = sum(state != RUNNING for state in states.values())
+        budget, running = self.limits.cap, list(entry.running.values())
+        tokens = {member.sample.member: load.progress(member.sample) for member in running}
+        forecast = refined(entry.forecast, entry.lengths)
+        rest = [elastic.remaining_tokens(tokens[member.sample.member], forecast, entry.lengths, budget)
+                for member in running]
+        entry.told = elastic.next_segments(self.settings.elastic, entry.told, 1 - ended / self.limits.members,
+                                           sum(rest) / len(rest))
+        if not entry.told.tail:
+            return []
+        actions = []
+        between = {id(member) for member, _ in self.moving}
+        for member in running:
+            if member.length_class != TAIL:
+                member.length_class = TAIL
+                self.tails += id(member) not in between
+            number = member.sample.member
+            if member.may_move and number not in doomed and id(member) not in between:
+                boundary = next_multiple(tokens[number], entry.told.length)
+                actions.append(Tell(member.sample, boundary - tokens[number]))
+        return actions
+
+    def weights_changed(self, now: float) -> None:
+        self.version += 1
+
+
+class Pruning(EsGrpo):
+    """With audited pruning."""
+
+    name = "es-grpo-prune"
+    modules = ROUTING + KEPT + PRUNING + ELASTIC
+
+
+class Complementary(EsGrpo):
+    """The order that the hooks use under verl's barrier trainers: longest first and shortest first, step by step."""
+
+    name = "es-grpo-alternate"
+    scenarios = (SYNC,)
+
+    def __init__(self, limits, rng):
+        super().__init__(limits, rng)
+        self.queue = PromptQueue(self.settings.routing.ageing, by_length=False)
+
+    def admit(self, groups) -> None:
+        self.fresh -= len(groups)
+        lengths = [self.history.forecast(str(group.prompt))["tokens"] for group in groups]
+        for group in alternate(self.version, groups, lengths):
+            self.queue.push(group, 0.0)
+
+
+def variant(modules: str) -> type[EsGrpo]:
+    """ES-GRPO with these modules only, for ablations. Raises KeyError for an unknown one."""
+    for module in modules:
+        if module not in Pruning.modules:
+            raise KeyError(f"module {module}: wanted some of {Pruning.modules}")
+    return type(f"EsGrpo{modules}", (EsGrpo,), {"name": f"{EsGrpo.name}/{modules}", "modules": modules})
+
+
+POLICIES = (EsGrpo, Pruning, Complementary)

@@ -1,0 +1,63 @@
+"""python -m bench.sim --workload math --replicas 64 --groups 512 --policy es-grpo,verl --seed 1 --json
+
+Simulated runs of policies over the same workload. The JSON has no wall-clock field: same arguments, same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from bench.policies import ASYNC, SYNC, policies
+from bench.sim.device import DEFAULT, Device
+from bench.sim.experiment import Setting, describe, run
+from bench.workload import PRESETS, replay
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="python -m bench.sim", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    choices = {"workload": sorted(PRESETS), "scenario": [SYNC, ASYNC]}
+    for field in dataclasses.fields(Setting):
+        result.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default,
+                            choices=choices.get(field.name), help=f"default {field.default}")
+    result.add_argument("--policy", default="verl,es-grpo", help="comma-separated: " + ", ".join(policies()))
+    result.add_argument("--replay", metavar="FILE", help="a recorded length trace instead of a generated workload")
+    result.add_argument("--tau", default=str(DEFAULT), metavar="FILE", help="measured device (bench/sim/h100.json)")
+    result.add_argument("--kv-tokens", type=int, help="KV cache of a replica, instead of the device's")
+    result.add_argument("--json", action="store_true", help="the whole result instead of a table")
+    return result
+
+
+def table(results: dict[str, dict]) -> str:
+    """One line a policy; the ratio is the speed against the first one."""
+    first = next(iter(results.values()))["update_s"]["mean"]
+    lines = [f"{'SIMULATED':14} {'s/update':>9} {'speed':>6} {'tok/s':>9} {'trained/s':>9} {'bubble':>7} {'p50 s':>7} "
+             f"{'p99 s':>7} {'preempt':>8}"]
+    for name, result in results.items():
+        mean, done = result["update_s"]["mean"], result["completion_s"]
+        lines.append(f"{name:14} {mean:9.2f} {first / mean:6.3f} {result['tokens_per_s']:9.0f} "
+                     f"{result['trained_tokens_per_s']:9.0f} {result['bubble']['bubble_rate']:7.3f} "
+                     f"{done['p50']:7.1f} {done['p99']:7.1f} {result['preemptions']:8d}")
+    return "\n".join(lines)
+
+
+def main(argv=None) -> int:
+    options = parser().parse_args(argv)
+    setting = Setting(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Setting)})
+    device = Device.load(options.tau, kv_tokens=options.kv_tokens)
+    results = {}
+    for name in options.policy.split(","):
+        trace = iter(replay(options.replay, setting.members, setting.cap)) if options.replay else None
+        results[name] = run(setting, name, device, trace)
+    if options.json:
+        origin = "default: bench/sim/h100.json" if options.tau == str(DEFAULT) else options.tau
+        print(json.dumps({**describe(setting, device, origin), "policies": results}, indent=1, sort_keys=True))
+    else:
+        print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

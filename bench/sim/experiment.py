@@ -1,0 +1,104 @@
+"""One simulated run from its settings: the workload, the policy, and what came out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from bench import policies, workload
+from bench.policies import SYNC, Limits
+from bench.sim.device import Device
+from bench.sim.simulation import Course, Simulation
+from bench.workload import Group
+from esgrpo.algo.accounting import bubble, quantile, tail_ratio
+
+DIGITS = 9  # significant digits of reported numbers: what is behind them is rounding
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`groups` of `members` per update; `warm`: epochs that policies with a history remember before the run."""
+
+    workload: str = "math"
+    replicas: int = 8
+    groups: int = 64
+    members: int = 8
+    cap: int = 16384
+    sequences: int = 256
+    updates: int = 4
+    scenario: str = SYNC
+    seed: int = 1
+    prompts: int = 0  # 0: as many as the updates need, so that each comes once a run
+    warm: int = 1
+    scale: float = 1.0
+    tail: float = 1.0
+    train_s: float = 0.0
+    staleness: float = 0.5
+
+    def limits(self, device: Device) -> Limits:
+        return Limits(self.replicas, self.sequences, device.capacity(self.sequences), self.cap, self.members,
+                      self.groups, self.scenario, device.kv_tokens)
+
+    def groups_of(self, spare: int) -> Iterator[Group]:
+        return workload.stream(self.workload, self.prompts or self.groups * self.updates, self.members, self.cap,
+                               self.seed, spare=spare, scale=self.scale, tail=self.tail)
+
+
+def run(setting: Setting, policy: str, device: Device, groups: Iterator[Group] | None = None) -> dict:
+    """Simulate; `groups` replaces the generated workload (a replay). Raises KeyError for an unknown policy, ValueError
+    for one that does not know the scenario."""
+    cls = policies.policy(policy)
+    if setting.scenario not in cls.scenarios:
+        raise ValueError(f"{policy} has no {setting.scenario} scenario, only {', '.join(cls.scenarios)}")
+    chosen = cls(setting.limits(device), random.Random(f"policy {setting.seed}"))
+    if groups is None:
+        groups = setting.groups_of(math.ceil(cls.spare * setting.members))
+        prompts = setting.prompts or setting.groups * setting.updates
+        chosen.remember(itertools.islice(groups, prompts * setting.warm))
+    simulation = Simulation(chosen, setting.limits(device), device,
+                            Course(setting.updates, setting.train_s, setting.staleness),
+                            lambda count: list(itertools.islice(groups, count)))
+    simulation.run()
+    return summary(simulation)
+
+
+def summary(simulation: Simulation) -> dict:
+    """What a run comes to: seconds, tokens per second, shares; token counts are exact."""
+    ledger, replicas, times = simulation.ledger, simulation.replicas, simulation.update_times
+    decoded = sum(replica.decoded for replica in replicas)
+    total = times[-1]
+    spans = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
+    found = {
+        "makespan_s": total, "update_s": {"mean": total / len(times), "max": max(spans), "each": spans},
+        "tokens_per_s": decoded / total, "trained_tokens_per_s": ledger.trained / total,
+        "samples_per_s": ledger.trained_samples / total,
+        "bubble": bubble(simulation.windows, simulation.paused_s),
+        "completion_s": {f"p{q}": quantile(simulation.latencies, q / 100) for q in (50, 90, 99)},
+        "tail_ratio": tail_ratio(simulation.latencies),
+        "decoded": decoded, "trained": ledger.trained, "waste": dict(ledger.waste),
+        "trained_samples": ledger.trained_samples, "pruned_samples": ledger.pruned_samples,
+        "gradient_groups": ledger.gradient_groups, "trained_groups": len(ledger.closed),
+        "prefilled": sum(replica.prefilled for replica in replicas),
+        "reprefilled": sum(replica.recomputed for replica in replicas),
+        "preemptions": sum(replica.preemptions for replica in replicas),
+    }
+    return _rounded(found)
+
+
+def _rounded(value):
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def describe(setting: Setting, device: Device, source: str) -> dict:
+    """What a result says of its origin."""
+    return {"simulated": True, "device": f"simulated: {device.name}", "tau": source,
+            "capacity": setting.limits(device).capacity, "setting": asdict(setting)}
+
+
