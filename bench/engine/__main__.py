@@ -17,6 +17,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -26,11 +27,10 @@ from bench.engine import tau
 from bench.engine.driver import Course, Driver, OutOfTime
 from bench.engine.fleet import Fleet
 from bench.engine.measures import summary
-from bench.policies import ASYNC, Limits, policies
+from bench.policies import Limits, policies, policy
 from esgrpo.errors import EsgrpoError
 
 CAPACITY_CONTEXT = 1024  # tokens per request at which the capacity is measured, when it is not told
-SPARE_UPDATES = 2  # groups beyond those of the course, in updates: what a policy may look ahead
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -53,35 +53,38 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, required=True)
     options = parser.parse_args(argv)
     options.policies, options.scenario = options.policies.split(","), options.scenario.split(",")
-    unknown = set(options.policies) - set(policies())
-    if unknown:
-        parser.error(f"unknown policies {', '.join(sorted(unknown))}; there are {', '.join(policies())}")
+    for name in options.policies:
+        try:
+            policy(name)
+        except KeyError as error:
+            parser.error(error.args[0])
     return options
 
 
-def visits(options, spare: int) -> tuple[list, list]:
-    """(an earlier epoch, the groups of the run), the same prompts in both."""
+def visits(options, spare: int) -> tuple[list, Iterable]:
+    """(an earlier epoch, the groups of the run), the same prompts in both; as bench.sim makes them."""
     if options.workload not in workload.PRESETS:
         groups = workload.replay(options.workload, options.members + spare, options.cap)
         return groups, groups
-    count = options.groups * (options.updates + SPARE_UPDATES)
-    groups = workload.generate(options.workload, 2 * count, options.members, options.cap, options.seed, prompts=count,
-                               spare=spare, scale=options.scale)
-    return groups[:count], groups[count:]
+    count = options.groups * options.updates
+    groups = workload.stream(options.workload, count, options.members, options.cap, options.seed, spare=spare,
+                             scale=options.scale)
+    return list(islice(groups, count)), groups
 
 
 def play(fleet: Fleet, options, name: str, scenario: str, capacity: int, end: float) -> Driver:
     """One run of one policy; returns its driver, which has run."""
-    kind = policies()[name]
+    kind = policy(name)
     limits = Limits(replicas=options.replicas, sequences=options.max_num_seqs, capacity=capacity, cap=options.cap,
-                    members=options.members, groups=options.groups, scenario=scenario)
+                    members=options.members, groups=options.groups, scenario=scenario,
+                    kv_tokens=fleet.blocks * fleet.block_size)
     earlier, groups = visits(options, math.ceil(kind.spare * options.members))
-    policy = kind(limits, random.Random(options.seed))
-    policy.remember(earlier)
+    chosen = kind(limits, random.Random(f"policy {options.seed}"))
+    chosen.remember(earlier)
     stream = iter(groups)
     course = Course(options.updates, options.train_s, options.sync_s, options.staleness, options.vocabulary,
                     options.seed)
-    driver = Driver(fleet, policy, limits, course, lambda count: list(islice(stream, count)), end)
+    driver = Driver(fleet, chosen, limits, course, lambda count: list(islice(stream, count)), end)
     driver.record = driver.run()
     return driver
 
@@ -89,7 +92,7 @@ def play(fleet: Fleet, options, name: str, scenario: str, capacity: int, end: fl
 def measured_capacity(fleet: Fleet, options, end: float) -> int:
     """Measures tau(b) at one context, which also warms up every batch size."""
     context = min(CAPACITY_CONTEXT, options.prompt)
-    points, _ = tau.measure(fleet, options.max_num_seqs, [context], tau.STEPS, end, common.say)
+    points, _ = tau.measure(fleet, options.max_num_seqs, [context], tau.STEPS, end, common.say, alone=False)
     found = options.capacity or tau.capacity(points, options.max_num_seqs)
     common.say(f"a replica counts as full at {found} requests")
     return found
@@ -97,11 +100,12 @@ def measured_capacity(fleet: Fleet, options, end: float) -> int:
 
 def schedule(options) -> list[tuple[int, str, str]]:
     """(repeat, scenario, policy) in the order of the runs."""
-    return [(repeat, scenario, options.policies[(place + repeat) % len(options.policies)])
-            for repeat in range(options.repeats) for scenario in options.scenario
-            for place in range(len(options.policies))
-            if not (scenario == ASYNC and ASYNC not in policies()[options.policies[
-                (place + repeat) % len(options.policies)]].scenarios)]
+    found, names = [], options.policies
+    for repeat in range(options.repeats):
+        for scenario in options.scenario:
+            rotated = names[repeat % len(names):] + names[:repeat % len(names)]
+            found += [(repeat, scenario, name) for name in rotated if scenario in policy(name).scenarios]
+    return found
 
 
 def save(options, facts: dict, driver: Driver, repeat: int, capacity: int) -> dict:

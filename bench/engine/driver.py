@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from bench.engine.fleet import Fleet
 from bench.engine.measures import Bubble, bubble_rates, prompt_of, quantiles, reconcile
-from bench.policies import ASYNC, KEEP, Abort, Continue, EndStep, Limits, Policy, Prune, Submit, Tell, Yield
+from bench.policies import ASYNC, KEEP, Abort, Continue, EndStep, Limits, Policy, Prune, Restart, Submit, Tell, Yield
 from bench.sim.ledger import Ledger
 from bench.workload import Group, Sample
 from esgrpo.errors import EsgrpoError
@@ -51,6 +51,7 @@ class Flight:
     done: int
     boundary: int | None
     row: dict
+    known: int  # the replica that the policy takes it to be on
     first_step: int | None = None
     wanted: object = None
 
@@ -124,14 +125,24 @@ class Driver:
     # What the policy wants.
 
     def _decide(self) -> None:
-        if self.limits.scenario == ASYNC:
-            self._show()
+        self._show()
         while actions := self.policy.next(self.now, self.view):
             for action in actions:
+                if not isinstance(action, (Abort, Prune)):
+                    self._settle()
                 self._carry_out(action)
                 if self._over:
                     return
+            self._settle()
+            self._show()
         self._flush()
+
+    def _settle(self) -> None:
+        """Wait until aborts and prunes have taken effect: what the policy wants next presumes it."""
+        self._flush()
+        while any(isinstance(flight.wanted, (Abort, Prune)) for flight in self.flights.values()):
+            self._hear(PATIENCE_S)
+            self._check()
 
     def _carry_out(self, action) -> None:
         if isinstance(action, Submit):
@@ -139,9 +150,12 @@ class Driver:
         elif isinstance(action, EndStep):
             self._update(action.groups)
         elif isinstance(action, Tell):
-            flight = self.flights[action.sample.key]
-            flight.boundary = self.progress(action.sample) + action.segment
-            self._command(flight, "tell", action.segment)
+            flight = self.flights.get(action.sample.key)
+            if flight is not None and flight.wanted is None:
+                flight.boundary = self.progress(action.sample) + action.segment
+                self._command(flight, "tell", action.segment)
+        elif isinstance(action, Restart):
+            self.ledger.restart(action.group)
         elif isinstance(action, Abort):
             self._stop(action, "abort")
         elif isinstance(action, Prune):
@@ -150,9 +164,13 @@ class Driver:
             raise TypeError(f"{self.policy.name} wants {action!r}")
 
     def _stop(self, action, name: str, *arguments) -> None:
-        flight = self.flights[action.sample.key]
-        flight.wanted = action
-        self._command(flight, name, *arguments)
+        flight = self.flights.get(action.sample.key)
+        if flight is not None:  # else it ended while the policy's other wishes were carried out
+            later = self.later.pop(action.sample.key, None)
+            if later is not None:  # on its way from one replica to another
+                flight.known = later.replica
+            flight.wanted = action
+            self._command(flight, name, *arguments)
 
     def _command(self, flight: Flight, name: str, *arguments) -> None:
         self.outbox[flight.replica].append((name, str(flight.sample.key), *arguments))
@@ -193,7 +211,7 @@ class Driver:
                                                    "tokens": sample.tokens, "attempts": []})
         about["attempts"].append(row)
         self.attempts += 1
-        flight = self.flights[sample.key] = Flight(sample, replica, len(response), boundary, row)
+        flight = self.flights[sample.key] = Flight(sample, replica, len(response), boundary, row, replica)
         prompt = prompt_of(sample.group, sample.prompt_tokens, self.course.vocabulary, self.course.seed)
         boundary = boundary if boundary is not None and boundary < sample.tokens else None
         self._command(flight, "submit", prompt, response, sample.tokens, boundary)
@@ -272,10 +290,10 @@ class Driver:
         elif isinstance(wanted, Abort):
             if not wanted.keep_tokens:
                 self.ledger.stopped(sample, len(response), False)
-            self.policy.aborted(sample, flight.replica, len(response) if wanted.keep_tokens else 0, when)
+            self.policy.aborted(sample, flight.known, len(response), when)
         else:
             self._member_ended(sample, self.ledger.prunes(sample, len(response)))
-            self.policy.aborted(sample, flight.replica, len(response), when)
+            self.policy.aborted(sample, flight.known, len(response), when)
 
     def _ended_alone(self, flight: Flight, when: float, outcome: str, response: list[int]) -> None:
         """Finished, or aborted by a weight sync: then its client submits it again, where it was."""
@@ -328,8 +346,6 @@ class Driver:
         if self.limits.scenario == ASYNC:
             bound = int(self.limits.groups * (1 + self.course.staleness))
             self.view.allowance = max(0, bound - len(self.begun))
-        else:
-            self._show()
 
     def _close(self) -> None:
         """Stop what still runs, so that the engines are free for the next run."""

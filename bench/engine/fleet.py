@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
 import time
 from importlib import metadata
 from multiprocessing.connection import wait
@@ -35,10 +36,14 @@ def visible_gpus() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [device for device in named.split(",") if device]
-    return [str(number) for number in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [str(number) for number in range(sum(line.startswith("GPU ") for line in done.stdout.splitlines()))]
 
 
-def environment(number: int, cpu: bool, cache: Path) -> dict[str, str]:
+def environment(number: int, cpu: bool, gpus: list[str], cache: Path) -> dict[str, str]:
     """Variables of replica `number`; they must be there before its interpreter starts."""
     paths = [str(OVERLAY), str(OVERLAY.parent), os.environ.get("PYTHONPATH", "")]
     variables = {"ESGRPO_ENABLE": "1", "ESGRPO_FEATURES": FEATURES, "ESGRPO_SEGMENT": json.dumps({"enable": True}),
@@ -48,9 +53,9 @@ def environment(number: int, cpu: bool, cache: Path) -> dict[str, str]:
     if cpu:
         return variables | {"VERL_PLATFORM": "cpu", "VLLM_TARGET_DEVICE": "cpu", "OMP_NUM_THREADS": "1",
                             "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    gpus = visible_gpus()
+    variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     variables["VLLM_USE_FLASHINFER_SAMPLER"] = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    return variables | ({"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {})
+    return variables | ({"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if len(gpus) > 1 else {})
 
 
 def engine_options(model: str, load_format: str, options, cpu: bool) -> dict:
@@ -68,11 +73,11 @@ class Fleet:
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes, self.kind, self.blocks, self.block_size = [], [], "", 0, 0
         self.batched_tokens, self.longest = options["max_num_batched_tokens"], options["max_model_len"]
-        before = dict(os.environ)
+        before, gpus = dict(os.environ), [] if cpu else visible_gpus()
         try:
             for number in range(count):
                 ours, theirs = context.Pipe()
-                variables = environment(number, cpu, cache)
+                variables = environment(number, cpu, gpus, cache)
                 os.environ.update(variables)
                 process = context.Process(target=replica.serve, args=(theirs, options, variables), daemon=True,
                                           name=f"replica{number}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -96,6 +97,7 @@ def summary(runs: Sequence[Mapping]) -> dict:
             "against_best_rival": ratios(runs, rival) if rival else {}}
 
 
+@functools.lru_cache(maxsize=4096)
 def prompt_of(group: int, tokens: int, vocabulary: int, seed: int) -> list[int]:
     """The prompt of a group, which its samples share; random tokens, none of the first few, which may be special."""
     rng = random.Random(f"{seed} {group}")

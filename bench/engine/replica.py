@@ -7,12 +7,15 @@ driver is told, which asks the policy. Nothing is sent for a step without an eve
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import gc
 import os
+import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -273,21 +276,36 @@ class Replica:
         self.tell("resumed")
 
     def run(self, pipe) -> None:
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=_receive, args=(pipe, inbox), daemon=True).start()
         while True:
-            idle = not self.has_work()
-            while pipe.poll(self._patience() if idle else 0):
-                for name, *arguments in pipe.recv():
-                    getattr(self, f"do_{name}")(*arguments)
-                idle = False
+            self._obey(inbox, wait=not self.has_work())
             if self.resume_at is not None and time.monotonic() >= self.resume_at:
                 self.resume()
             if self.has_work():
                 self.step()
             self.flush()
 
+    def _obey(self, inbox: queue.SimpleQueue, wait: bool) -> None:
+        """Carry out all commands that are there; `wait` a little for the first one."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                for name, *arguments in inbox.get(wait, self._patience()) if wait else inbox.get_nowait():
+                    getattr(self, f"do_{name}")(*arguments)
+                wait = False
+
     def _patience(self) -> float:
         """Seconds to wait for commands while nothing runs."""
         return IDLE_S if self.resume_at is None else max(0.0, min(IDLE_S, self.resume_at - time.monotonic()))
+
+
+def _receive(pipe, inbox: queue.SimpleQueue) -> None:
+    """Thread: reads while the engine computes, or two ends that send much at once would wait for each other."""
+    try:
+        while True:
+            inbox.put(pipe.recv())
+    except (EOFError, OSError):  # the driver has gone
+        os._exit(1)
 
 
 def serve(pipe, options: dict, environment: dict[str, str]) -> None:
@@ -311,8 +329,6 @@ def serve(pipe, options: dict, environment: dict[str, str]) -> None:
         replica.run(pipe)
     except SystemExit:
         core.shutdown()
-    except EOFError:  # the driver has gone
-        os._exit(1)
     except BaseException as error:
         import traceback
 

@@ -71,13 +71,14 @@ def capacity(points: list[dict], limit: int) -> int:
     return min(limit, next(row["batch"] for row in rows if row["tokens_per_s"] >= PEAK_SHARE * peak))
 
 
-def measure(fleet: Fleet, limit: int, contexts: list[int], steps: int, end: float, say) -> tuple[list[dict], list]:
+def measure(fleet: Fleet, limit: int, contexts: list[int], steps: int, end: float, say,
+            alone: bool = True) -> tuple[list[dict], list]:
     """(points, what was left out and why); stops cleanly at the monotonic time `end`."""
     everyone = list(range(len(fleet.pipes)))
     for number, (batch, context) in enumerate(WARM_UP):
         point(fleet, everyone, min(batch, limit), min(context, *contexts), steps, number)
     points, left = [], []
-    settings = [[0]] if len(everyone) == 1 else [everyone, [0]]
+    settings = [everyone, [0]] if alone and len(everyone) > 1 else [everyone]
     for context in contexts:
         for only in settings:
             for batch in batches(limit):

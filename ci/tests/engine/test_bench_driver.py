@@ -19,16 +19,14 @@ REPLICAS, SEQUENCES, GROUPS, MEMBERS, CAP = 2, 6, 4, 4, 120
 FOREVER = 1e12
 
 
-def drive(kind, scenario=SYNC, lag=0, updates=3, fleet=None, end=FOREVER) -> Driver:
+def drive(kind, scenario=SYNC, lag=0, updates=3, fleet=None, end=FOREVER, train_s=0.002) -> Driver:
     limits = Limits(REPLICAS, SEQUENCES, SEQUENCES, CAP, MEMBERS, GROUPS, scenario)
     policy = kind(limits, random.Random(1))
-    count = GROUPS * (updates + 2)
-    groups = workload.generate("math", 2 * count, MEMBERS, CAP, 1, prompts=count, scale=0.02,
-                               spare=math.ceil(kind.spare * MEMBERS))
-    policy.remember(groups[:count])
-    stream = iter(groups[count:])
+    count = GROUPS * updates
+    stream = workload.stream("math", count, MEMBERS, CAP, 1, scale=0.02, spare=math.ceil(kind.spare * MEMBERS))
+    policy.remember(itertools.islice(stream, count))
     driver = Driver(fleet or FakeFleet(REPLICAS, SEQUENCES, lag), policy, limits,
-                    Course(updates, 0.002, 0.002, 0.5, 1000, 1), lambda n: list(itertools.islice(stream, n)), end)
+                    Course(updates, train_s, 0.002, 0.5, 1000, 1), lambda n: list(itertools.islice(stream, n)), end)
     driver.record = driver.run()
     return driver
 
@@ -98,7 +96,7 @@ def test_late_decisions_lose_no_token(kind, scenario, lag):
 
 def test_an_abort_at_a_sync_is_resumed_with_its_tokens():
     assert Verl.sync == ABORT
-    driver = drive(Verl, ASYNC, updates=4)
+    driver = drive(Verl, ASYNC, updates=8, train_s=0.0)
     aborted = [about for about in driver.trace.values() if any(row["outcome"] == "abort" and row["decoded"]
                                                                for row in about["attempts"][:-1])]
     assert aborted
