@@ -154,5 +154,7 @@ class Fleet:
         found = {}
         while len(found) < len(asked):
             for number, (*_, events) in self.poll(1.0):
-                found.update({number: event[2:] for event in events if event[0] == answer})
+                for kind, _, *values in events:
+                    if kind == answer:
+                        found[number] = values
         return [found[number] for number in asked]

@@ -22,7 +22,7 @@ class Probe(Replica):
     def do_prefill(self, batch: int, context: int, length: int, seed: int) -> None:
         """Submit `batch` requests with different prompts of `context` tokens; tells tokens per second until each has
         its first token."""
-        rng = random.Random(seed)
+        rng, self.held = random.Random(seed), True
         begin = time.perf_counter()
         for number in range(batch):
             prompt = [rng.randrange(TOKEN_LIMIT) for _ in range(context)]
@@ -51,5 +51,6 @@ class Probe(Replica):
         while self.has_work():
             self.step()
         self.core.reset_prefix_cache()
+        self.held = False
         self.events.clear()
         self.tell("cleared")

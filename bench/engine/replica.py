@@ -75,6 +75,7 @@ class Replica:
         self.next_report, self.steps = 0.0, 0  # steps whose outputs came out: each gives a token to all that run
         self.crossed: list[str] = []  # samples at a soft boundary in this step
         self.resume_at: float | None = None
+        self.held = False  # steps only on command
         self.count, self.version = 0, 0
         self.counters: dict[str, int] = {}
         self.windows: list[dict] = []
@@ -279,10 +280,10 @@ class Replica:
         inbox: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=_receive, args=(pipe, inbox), daemon=True).start()
         while True:
-            self._obey(inbox, wait=not self.has_work())
+            self._obey(inbox, wait=self.held or not self.has_work())
             if self.resume_at is not None and time.monotonic() >= self.resume_at:
                 self.resume()
-            if self.has_work():
+            if self.has_work() and not self.held:
                 self.step()
             self.flush()
 

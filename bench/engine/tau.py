@@ -104,7 +104,8 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     contexts = [int(context) for context in options.contexts.split(",")]
     options.prompt = max(contexts)
-    options.cap = options.steps * WINDOWS + SPARE + 2 * -(-options.max_num_seqs * max(contexts) // options.batched_tokens)
+    prefill_steps = -(-options.max_num_seqs * max(contexts) // options.batched_tokens)
+    options.cap = options.steps * WINDOWS + SPARE + 2 * prefill_steps
     with common.start(options) as (fleet, facts):
         points, left = measure(fleet, options.max_num_seqs, contexts, options.steps, began + options.deadline,
                                common.say)

@@ -112,5 +112,7 @@ class FakeFleet:
         found = {}
         while len(found) < len(self.replicas):
             for number, (*_, events) in self.poll(0):
-                found.update({number: event[2:] for event in events if event[0] == answer})
+                for kind, _, *values in events:
+                    if kind == answer:
+                        found[number] = values
         return [found[number] for number in range(len(self.replicas))]
