@@ -23,6 +23,7 @@ seconds since the start.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,7 @@ from typing import NamedTuple, Protocol
 from bench.workload import Group, Sample
 from esgrpo.algo.routing import Pool
 
+OVERSUBSCRIBED = 2.0  # requests of begun groups per place: stragglers of a group must not keep places empty
 SYNC, ASYNC = "sync", "async"
 KEEP, ABORT = "keep", "abort"  # what a weight sync does to running requests
 
@@ -53,8 +55,8 @@ class Limits:
 
     @property
     def concurrent(self) -> int:
-        """Groups that run at once."""
-        return -(-self.slots // self.members)
+        """Groups that are open at once under async: verl's concurrent_samples_per_replica, tuned."""
+        return math.ceil(OVERSUBSCRIBED * self.slots / self.members)
 
 
 class Load(Protocol):
@@ -141,6 +143,7 @@ class Policy:
         self.whole: deque[int] = deque()  # whole groups, oldest first (sync)
         self.waiting: deque = deque()  # visible groups that have not begun
         self.fresh = limits.groups  # groups that this step still wants to see (sync)
+        self.unsent: set[int] = set()  # groups that have begun, none of their samples submitted yet
 
     def remember(self, groups: Iterable[Group]) -> None:
         pass
@@ -173,8 +176,15 @@ class Policy:
     def boundary(self, sample: Sample, replica: int, tokens: int) -> Continue | Yield | Prune:
         return Continue()
 
+    def room(self, load: Load) -> int:
+        """Groups that may begin now."""
+        if self.limits.scenario == SYNC:
+            return len(self.waiting)
+        return min(len(self.waiting), load.allowance - len(self.unsent))
+
     def begin(self, group: Group) -> None:
         self.missing[group.index] = self.limits.members
+        self.unsent.add(group.index)
 
     def finished(self, sample: Sample, replica: int, now: float) -> None:
         self.left(replica)
@@ -196,6 +206,7 @@ class Policy:
 
     def submit(self, sample: Sample, replica: int, segment: int | None = None, done: int = 0) -> Submit:
         self.pool.add(replica, 1)
+        self.unsent.discard(sample.group)
         return Submit(sample, replica, segment, done)
 
     def left(self, replica: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from bench.policies import ABORT, KEEP, SYNC, Action, Continue, Load, Policy, Prune, Tell, Yield
+from bench.policies import ABORT, ASYNC, KEEP, SYNC, Action, Continue, Load, Policy, Prune, Tell, Yield
 from bench.workload import Group, Sample
 from esgrpo import config
 from esgrpo.algo import elastic
@@ -49,17 +49,26 @@ class Open:
 
 
 class EsGrpo(Policy):
+    """As the hooks do it: groups are ordered, submitted whole, and queue in the engines.
+
+    Under sync all of a step go at once, longest first; under async as many are open as verl's rollouter allows.
+    """
+
     name = "es-grpo"
     modules = ROUTING + KEPT + ELASTIC
+    overrides: dict = {}  # of the elastic profile
+    holds = False  # requests wait in the queue for a free place, not in an engine
 
     def __init__(self, limits, rng):
         super().__init__(limits, rng)
-        self.settings = config.parse({"profile": "elastic"})
+        self.settings = config.parse({"profile": "elastic", **self.overrides})
         self.has = frozenset(self.modules)
         self.sync = KEEP if KEPT in self.has else ABORT
         routing = self.settings.routing
         self.history = PromptHistory(self.settings.history, routing, budget=limits.cap)
-        self.queue = PromptQueue(routing.ageing, by_length=ROUTING in self.has)
+        # a barrier waits for all: nobody starves there, and the hooks sort the whole step
+        ageing = routing.ageing if limits.scenario == ASYNC else limits.groups
+        self.queue = PromptQueue(ageing, by_length=ROUTING in self.has)
         self.now = 0.0
         self.share = TailShare(routing.tail_share if ROUTING in self.has else 0.0, lambda: self.now)
         self.coordinator = GroupCoordinator()
@@ -102,9 +111,12 @@ class EsGrpo(Policy):
         while self.moving:
             member, tokens = self.moving.pop(0)
             actions.append(self.start(member, tokens))
-        room = len(self.queue) if self.limits.scenario == SYNC else load.allowance
-        while len(self.queue) and room > 0 and self.in_flight < self.limits.slots:
-            room -= 1
+        room = len(self.queue)
+        if self.limits.scenario == ASYNC:
+            room = min(room, load.allowance, self.limits.concurrent - len(self.open))
+        for _ in range(room):
+            if self.holds and self.in_flight >= self.limits.slots:
+                break
             actions += self.begin_group(self.queue.pop())
         return actions
 
@@ -262,12 +274,19 @@ class Complementary(EsGrpo):
             self.queue.push(group, 0.0)
 
 
-def variant(modules: str) -> type[EsGrpo]:
-    """ES-GRPO with these modules only, for ablations. Raises KeyError for an unknown one."""
-    for module in modules:
-        if module not in Pruning.modules:
-            raise KeyError(f"module {module}: wanted some of {Pruning.modules}")
-    return type(f"EsGrpo{modules}", (EsGrpo,), {"name": f"{EsGrpo.name}/{modules}", "modules": modules})
+# What the study asks about; part of a policy's name.
+CHANGES = {"hold": {"holds": True},
+           "no-tail": {"overrides": {"routing": {"tail_share": 0.0}}},
+           "few-tails": {"overrides": {"routing": {"tail_quantile": 0.95}}}}
+
+
+def variant(name: str) -> type[EsGrpo]:
+    """ES-GRPO with some modules, and perhaps a change: "AB" or "ABD+no-tail". Raises KeyError for what is unknown."""
+    modules, _, change = name.partition("+")
+    if set(modules) - set(Pruning.modules) or (change and change not in CHANGES):
+        raise KeyError(f"{name}: wanted modules of {Pruning.modules} and a change of {', '.join(CHANGES)}")
+    changed = CHANGES[change] if change else {}
+    return type("Variant", (EsGrpo,), {"name": f"{EsGrpo.name}/{name}", "modules": modules, **changed})
 
 
 POLICIES = (EsGrpo, Pruning, Complementary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from bench.policies import SYNC, Action, Load, Policy
+from bench.policies import ASYNC, Action, Load, Policy
 from bench.workload import Sample
 
 
@@ -12,21 +12,20 @@ class Verl(Policy):
     """verl 0.9.1: groups in the order of the data, every request to the replica with the fewest in flight.
 
     Source: verl.workers.rollout.router.GlobalRequestLoadBalancer and, for async, FullyAsyncRollouter. Under sync all
-    requests of a step go to the engines at once, which queue them. Under async verl runs at most
-    concurrent_samples_per_replica groups per replica; here that is tuned to what fills max_num_seqs (the default of 16
-    groups of 8 is 128 requests). A weight sync aborts running requests, which resume with their tokens
+    requests of a step go to the engines at once, which queue them. Under async at most
+    concurrent_samples_per_replica groups per replica are open; instead of the default of 16, so many that stragglers do
+    not keep places empty (OVERSUBSCRIBED). A weight sync aborts running requests, which resume with their tokens
     (partial_rollout=True, verl's better setting).
     """
 
     name = "verl"
 
     def place(self, now: float, load: Load) -> list[Action]:
-        if not self.waiting:
-            return []
         actions: list[Action] = []
-        room = len(self.waiting) if self.limits.scenario == SYNC else min(
-            load.allowance, self.limits.concurrent - len(self.missing))
-        for _ in range(min(room, len(self.waiting))):
+        room = self.room(load)
+        if self.limits.scenario == ASYNC:
+            room = min(room, self.limits.concurrent - len(self.missing))
+        for _ in range(room):
             group = self.waiting.popleft()
             self.begin(group)
             actions.extend(self.submit(sample, self.pool.least()) for sample in group.samples[:self.limits.members])
@@ -49,11 +48,9 @@ class Oracle(Policy):
         self.in_flight = 0
 
     def place(self, now: float, load: Load) -> list[Action]:
-        room = len(self.waiting) if self.limits.scenario == SYNC else load.allowance
-        while self.waiting and room and len(self.longest) <= self.limits.slots:
+        for _ in range(self.room(load)):
             group = self.waiting.popleft()
             self.begin(group)
-            room -= 1
             for sample in group.samples[:self.limits.members]:
                 heapq.heappush(self.longest, (-sample.tokens, sample.key, sample))
         actions: list[Action] = []

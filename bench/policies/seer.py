@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from bench.policies import SYNC, Action, Continue, Load, Policy, Yield
+from bench.policies import Action, Continue, Load, Policy, Yield
 from bench.workload import Group, Sample
 
 PROBE, REST = 0, 1
@@ -16,11 +16,11 @@ class Seer(Policy):
     requests per replica differ by more than 32, and only where the chunk fits into memory: nothing is preempted.
 
     Simplified: without grouped speculative decoding; no pool that holds KV caches for all replicas, so a move prefills
-    again; the chunk of 2,048 tokens is an assumption; no turn for starved groups.
+    again; the chunk of 512 tokens is an assumption; no turn for starved groups.
     """
 
     name = "seer"
-    CHUNK, SPREAD = 2048, 32
+    CHUNK, SPREAD = 512, 32
 
     def __init__(self, limits, rng):
         super().__init__(limits, rng)
@@ -43,10 +43,8 @@ class Seer(Policy):
             self.push(sample, 0, None)
 
     def place(self, now: float, load: Load) -> list[Action]:
-        room = len(self.waiting) if self.limits.scenario == SYNC else load.allowance
-        while self.waiting and room > 0 and (self.limits.scenario == SYNC or len(self.buffer) < self.limits.slots):
+        for _ in range(self.room(load)):
             self.begin(self.waiting.popleft())
-            room -= 1
         actions: list[Action] = []
         while self.buffer and self.in_flight < self.limits.slots:
             kind, rank, _, sample, done, before = self.buffer[0]

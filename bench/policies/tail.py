@@ -27,7 +27,7 @@ class Sieving(Policy):
         self.running = False
 
     def launch(self, group: Group, pool: Pool, samples: list[Sample]) -> list[Action]:
-        self.begin(group)
+        self.missing[group.index] = self.limits.members
         self.groups[group.index] = group
         flying = self.flying[group.index] = {}
         actions: list[Action] = []

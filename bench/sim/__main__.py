@@ -31,15 +31,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def table(results: dict[str, dict]) -> str:
-    """One line a policy; the ratio is the speed against the first one."""
-    first = next(iter(results.values()))["update_s"]["mean"]
-    lines = [f"{'SIMULATED':14} {'s/update':>9} {'speed':>6} {'tok/s':>9} {'trained/s':>9} {'bubble':>7} {'p50 s':>7} "
-             f"{'p99 s':>7} {'preempt':>8}"]
+    """One line a policy. Ratios are against the first one: updates per second, and used tokens per second, which does
+    not reward a policy for taking the short responses first."""
+    first = next(iter(results.values()))
+    lines = [f"{'SIMULATED':18} {'s/update':>8} {'ratio':>6} {'used t/s':>9} {'ratio':>6} {'tok/row':>7} {'bubble':>6} "
+             f"{'p50 s':>6} {'p99 s':>6} {'preempt':>7}"]
     for name, result in results.items():
-        mean, done = result["update_s"]["mean"], result["completion_s"]
-        lines.append(f"{name:14} {mean:9.2f} {first / mean:6.3f} {result['tokens_per_s']:9.0f} "
-                     f"{result['trained_tokens_per_s']:9.0f} {result['bubble']['bubble_rate']:7.3f} "
-                     f"{done['p50']:7.1f} {done['p99']:7.1f} {result['preemptions']:8d}")
+        mean, used, done = result["update_s"]["mean"], result["used_tokens_per_s"], result["completion_s"]
+        lines.append(f"{name:18} {mean:8.2f} {first['update_s']['mean'] / mean:6.3f} {used:9.0f} "
+                     f"{used / first['used_tokens_per_s']:6.3f} {result['tokens_per_trained_sample']:7.0f} "
+                     f"{result['bubble']['bubble_rate']:6.3f} {done['p50']:6.1f} {done['p99']:6.1f} "
+                     f"{result['preemptions']:7d}")
     return "\n".join(lines)
 
 

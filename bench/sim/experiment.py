@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from bench import policies, workload
-from bench.policies import SYNC, Limits
+from bench.policies import ASYNC, SYNC, Limits
 from bench.sim.device import Device
 from bench.sim.simulation import Course, Simulation
 from bench.workload import Group
@@ -57,7 +57,9 @@ def run(setting: Setting, policy: str, device: Device, groups: Iterator[Group] |
     if groups is None:
         groups = setting.groups_of(math.ceil(cls.spare * setting.members))
         prompts = setting.prompts or setting.groups * setting.updates
-        chosen.remember(itertools.islice(groups, prompts * setting.warm))
+        chosen.remember(list(itertools.islice(groups, prompts * setting.warm)))
+    if setting.scenario == ASYNC:  # the same work for everybody, to its end: longest first would leave the short ones
+        groups = itertools.islice(groups, setting.updates * setting.groups)
     simulation = Simulation(chosen, setting.limits(device), device,
                             Course(setting.updates, setting.train_s, setting.staleness),
                             lambda count: list(itertools.islice(groups, count)))
@@ -74,6 +76,8 @@ def summary(simulation: Simulation) -> dict:
     found = {
         "makespan_s": total, "update_s": {"mean": total / len(times), "max": max(spans), "each": spans},
         "tokens_per_s": decoded / total, "trained_tokens_per_s": ledger.trained / total,
+        "used_tokens_per_s": (ledger.trained + ledger.waste["zero_variance"]) / total,
+        "tokens_per_trained_sample": (ledger.trained + ledger.waste["zero_variance"]) / max(1, ledger.trained_samples),
         "samples_per_s": ledger.trained_samples / total,
         "bubble": bubble(simulation.windows, simulation.paused_s),
         "completion_s": {f"p{q}": quantile(simulation.latencies, q / 100) for q in (50, 90, 99)},

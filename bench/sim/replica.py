@@ -190,7 +190,7 @@ class Replica:
             stop, _, run = heapq.heappop(self._stops)
             if run.stop == stop:
                 self._settle(run, run.left)
-                run.joined = self.done
+                run.joined, run.stop = self.done, -1.0  # after a preemption an old entry may name the same step
                 stopped.append(run)
         return stopped
 
