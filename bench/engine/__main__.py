@@ -27,7 +27,7 @@ from bench.engine import tau
 from bench.engine.driver import Course, Driver, OutOfTime
 from bench.engine.fleet import Fleet
 from bench.engine.measures import summary
-from bench.policies import Limits, policies, policy
+from bench.policies import ASYNC, Limits, policies, policy
 from esgrpo.errors import EsgrpoError
 
 CAPACITY_CONTEXT = 1024  # tokens per request at which the capacity is measured, when it is not told
@@ -61,15 +61,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def visits(options, spare: int) -> tuple[list, Iterable]:
-    """(an earlier epoch, the groups of the run), the same prompts in both; as bench.sim makes them."""
+def visits(options, spare: int, scenario: str) -> tuple[list, Iterable]:
+    """(an earlier epoch, the groups of the run), the same prompts in both; as bench.sim makes them.
+
+    A recorded trace has no earlier epoch: policies with a history start cold.
+    """
     if options.workload not in workload.PRESETS:
         groups = workload.replay(options.workload, options.members + spare, options.cap)
-        return groups, groups
+        return [], groups
     count = options.groups * options.updates
     groups = workload.stream(options.workload, count, options.members, options.cap, options.seed, spare=spare,
                              scale=options.scale)
-    return list(islice(groups, count)), groups
+    earlier = list(islice(groups, count))
+    return earlier, islice(groups, count) if scenario == ASYNC else groups  # async: the same work for all, to its end
 
 
 def play(fleet: Fleet, options, name: str, scenario: str, capacity: int, end: float) -> Driver:
@@ -78,7 +82,7 @@ def play(fleet: Fleet, options, name: str, scenario: str, capacity: int, end: fl
     limits = Limits(replicas=options.replicas, sequences=options.max_num_seqs, capacity=capacity, cap=options.cap,
                     members=options.members, groups=options.groups, scenario=scenario,
                     kv_tokens=fleet.blocks * fleet.block_size)
-    earlier, groups = visits(options, math.ceil(kind.spare * options.members))
+    earlier, groups = visits(options, math.ceil(kind.spare * options.members), scenario)
     chosen = kind(limits, random.Random(f"policy {options.seed}"))
     chosen.remember(earlier)
     stream = iter(groups)
@@ -89,11 +93,12 @@ def play(fleet: Fleet, options, name: str, scenario: str, capacity: int, end: fl
     return driver
 
 
-def measured_capacity(fleet: Fleet, options, end: float) -> int:
+def measured_capacity(fleet: Fleet, options, facts: dict, end: float) -> int:
     """Measures tau(b) at one context, which also warms up every batch size."""
     context = min(CAPACITY_CONTEXT, options.prompt)
     points, _ = tau.measure(fleet, options.max_num_seqs, [context], tau.STEPS, end, common.say, alone=False)
     found = options.capacity or tau.capacity(points, options.max_num_seqs)
+    common.append(options.results, {"kind": "tau", **facts, **tau.record(points, facts, options), "points": points})
     common.say(f"a replica counts as full at {found} requests")
     return found
 
@@ -127,7 +132,7 @@ def save(options, facts: dict, driver: Driver, repeat: int, capacity: int) -> di
 
 def compare(fleet: Fleet, options, facts: dict, began: float) -> list[dict]:
     end, records, longest = began + options.deadline, [], 0.0
-    capacity = measured_capacity(fleet, options, end)
+    capacity = measured_capacity(fleet, options, facts, end)
     todo = schedule(options)
     while todo:
         repeat, scenario, name = todo[0]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from bench.engine.fleet import Fleet
 from bench.engine.measures import Bubble, bubble_rates, prompt_of, quantiles, reconcile
 from bench.policies import ASYNC, KEEP, Abort, Continue, EndStep, Limits, Policy, Prune, Restart, Submit, Tell, Yield
+from bench.sim.device import ABORT_WAIT_S
 from bench.sim.ledger import Ledger
 from bench.workload import Group, Sample
 from esgrpo.errors import EsgrpoError
@@ -73,6 +74,7 @@ class Driver:
         self.ledger, self.view = Ledger(limits.members), View(self.progress, limits.replicas)
         self.flights: dict[int, Flight] = {}
         self.responses: dict[int, list[int]] = {}  # tokens of what is not running
+        self.asleep: dict[int, tuple[float, Flight]] = {}  # aborted by a sync: when its client submits it again
         self.later: dict[int, Submit] = {}  # submitted again before it left its engine
         self.outbox: dict[int, list[tuple]] = defaultdict(list)
         self.steps = [0] * limits.replicas
@@ -99,6 +101,7 @@ class Driver:
                 if not self._over:
                     self._hear(PATIENCE_S)
                     self._train()
+                    self._wake()
                     self._check()
         finally:
             self._close()
@@ -115,7 +118,7 @@ class Driver:
     def _check(self) -> None:
         if time.monotonic() > self.end:
             raise OutOfTime
-        if self.flights or self.trained_at is not None:
+        if self.flights or self.asleep or self.trained_at is not None:
             self.active = time.monotonic()
         elif time.monotonic() - self.active > STUCK_S:
             raise EsgrpoError(f"policy {self.policy.name}", f"no request in any engine for {STUCK_S:.0f} s, "
@@ -164,9 +167,14 @@ class Driver:
             raise TypeError(f"{self.policy.name} wants {action!r}")
 
     def _stop(self, action, name: str, *arguments) -> None:
-        flight = self.flights.get(action.sample.key)
-        if flight is not None:  # else it ended while the policy's other wishes were carried out
-            later = self.later.pop(action.sample.key, None)
+        key = action.sample.key
+        flight = self.flights.get(key)
+        if key in self.asleep:
+            _, flight = self.asleep.pop(key)
+            flight.wanted = action
+            self._fate(flight, self.now, "abort", self.responses.pop(key))
+        elif flight is not None:  # else it ended while the policy's other wishes were carried out
+            later = self.later.pop(key, None)
             if later is not None:  # on its way from one replica to another
                 flight.known = later.replica
             flight.wanted = action
@@ -189,6 +197,8 @@ class Driver:
 
     def _submit(self, action: Submit) -> None:
         sample = action.sample
+        if sample.key in self.asleep:
+            raise ValueError(f"sample {sample.key} is submitted twice")
         if sample.key in self.flights:
             if not isinstance(self.flights[sample.key].wanted, Yield):
                 raise ValueError(f"sample {sample.key} is submitted twice")
@@ -229,6 +239,8 @@ class Driver:
     def _hear(self, seconds: float) -> None:
         if self.trained_at is not None:
             seconds = min(seconds, self.trained_at - self.now)
+        if self.asleep:
+            seconds = min(seconds, min(due for due, _ in self.asleep.values()) - self.now)
         for number, (at, load, free, steps, events) in self.fleet.poll(seconds):
             self._integrate(number, at)
             self.bubbles[number].load(*load)
@@ -270,13 +282,18 @@ class Driver:
             raise TypeError(f"boundary answered {answer!r}")
 
     def _on_end(self, flight: Flight, when: float, outcome: str, tokens: list[int], cached: int) -> None:
-        sample, wanted = flight.sample, flight.wanted
+        sample = flight.sample
         del self.flights[sample.key]
         response = self.responses.pop(sample.key) + tokens
         self.decoded += len(tokens)
         if flight.done and tokens:
             self.reprefill += max(0, sample.prompt_tokens + flight.done - cached)
         flight.row.update(end=round(when, 4), outcome=outcome, decoded=len(tokens))
+        self._fate(flight, when, outcome, response)
+
+    def _fate(self, flight: Flight, when: float, outcome: str, response: list[int]) -> None:
+        """What becomes of a response that is in no engine any more: what was wanted, else what its end says."""
+        sample, wanted = flight.sample, flight.wanted
         if self.closing or isinstance(wanted, Yield) or (isinstance(wanted, Abort) and wanted.keep_tokens):
             self.responses[sample.key] = response
             self.ledger.stopped(sample, len(response), True)
@@ -296,10 +313,11 @@ class Driver:
             self.policy.aborted(sample, flight.known, len(response), when)
 
     def _ended_alone(self, flight: Flight, when: float, outcome: str, response: list[int]) -> None:
-        """Finished, or aborted by a weight sync: then its client submits it again, where it was."""
+        """Finished, or aborted by a weight sync: then its client sleeps and submits it again, where it was."""
         sample = flight.sample
         if outcome == "abort":
-            self._launch(sample, flight.replica, response, flight.boundary)
+            self.responses[sample.key] = response
+            self.asleep[sample.key] = when + ABORT_WAIT_S, flight
         elif outcome == "finish" and len(response) == sample.tokens:
             self._finished(sample, flight.replica, when)
         else:
@@ -315,6 +333,12 @@ class Driver:
     def _member_ended(self, sample: Sample, ended: int) -> None:
         if self.limits.scenario == ASYNC and ended == self.limits.members:
             self.ready.append(sample.group)
+
+    def _wake(self) -> None:
+        """Clients whose sleep is over."""
+        for key in [key for key, (due, _) in self.asleep.items() if due <= self.now]:
+            _, flight = self.asleep.pop(key)
+            self._launch(flight.sample, flight.replica, self.responses[key], flight.boundary)
 
     # Updates.
 
@@ -356,6 +380,9 @@ class Driver:
         for flight in self.flights.values():
             self._command(flight, "abort")
         self._flush()
+        for _, flight in self.asleep.values():
+            self._fate(flight, self.now, "abort", self.responses[flight.sample.key])
+        self.asleep.clear()
         while self.flights:
             self._hear(PATIENCE_S)
 

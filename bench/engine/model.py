@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -12,23 +13,28 @@ HEAD = 64  # width of an attention head
 HEADS_PER_KV_HEAD = 4
 MLP_RATIO = 4
 WIDTH_PER_LAYER = 57  # 18 layers at a width of 1024, near Qwen2's own proportions
+SHAPE_WEIGHT = 0.1  # a deviation from those proportions by a factor of e against one from the size by 10 %
+WIDEST = 8192
 VOCABULARY = 32_000
 UNIT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
 def shape(parameters: int) -> dict[str, int]:
-    """Width, layers and heads of the Qwen2 whose parameter count is nearest."""
+    """Width, layers and heads of a Qwen2 with about so many parameters, embeddings included."""
     def candidate(width: int) -> dict[str, int]:
-        layers = max(2, round(width / WIDTH_PER_LAYER))
         heads = width // HEAD
         kv_heads = max(1, heads // HEADS_PER_KV_HEAD)
-        attention = 2 * width * width + 2 * width * kv_heads * HEAD
-        count = layers * (attention + 3 * width * MLP_RATIO * width) + VOCABULARY * width
-        return {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads, "parameters": count}
+        layer = 2 * width * width + 2 * width * kv_heads * HEAD + 3 * width * MLP_RATIO * width
+        layers = max(2, round((parameters - VOCABULARY * width) / layer))
+        return {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads,
+                "parameters": layers * layer + VOCABULARY * width}
+
+    def misfit(found: dict[str, int]) -> float:
+        return (abs(found["parameters"] / parameters - 1)
+                + SHAPE_WEIGHT * abs(math.log(found["width"] / found["layers"] / WIDTH_PER_LAYER)))
 
     step = HEAD * HEADS_PER_KV_HEAD
-    return min((candidate(width) for width in (HEAD, 2 * HEAD, *range(step, 8193, step))),
-               key=lambda found: abs(found["parameters"] - parameters))
+    return min((candidate(width) for width in (HEAD, 2 * HEAD, *range(step, WIDEST + 1, step))), key=misfit)
 
 
 def config(parameters: int, longest: int) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 
 from bench.engine.replica import Replica
@@ -19,6 +20,10 @@ class Probe(Replica):
             raise RuntimeError("all requests ended before the measurement did")
         return self.step()
 
+    def _mean_tokens(self) -> float:
+        """Tokens in the KV cache of a request."""
+        return statistics.mean(attempt.prompt + attempt.done + len(attempt.tokens) for attempt in self.open.values())
+
     def do_prefill(self, batch: int, context: int, length: int, seed: int) -> None:
         """Submit `batch` requests with different prompts of `context` tokens; tells tokens per second until each has
         its first token."""
@@ -33,17 +38,18 @@ class Probe(Replica):
         self.tell("prefilled", batch * context / (time.perf_counter() - begin), len(self.scheduler.running))
 
     def do_decode(self, steps: int, windows: int) -> None:
-        """Tells the milliseconds per step of every window, and how many requests ran all the time."""
+        """Tells the milliseconds per step of every window, and how many requests ran all the time, and the
+        tokens in the KV cache of each."""
         for _ in range(SETTLE_STEPS):
             self.timed_step()
-        found = []
+        found, before = [], self._mean_tokens()
         for _ in range(windows):
             begin, made = time.perf_counter(), 0
             while made < steps:
                 made += self.timed_step()
             found.append((time.perf_counter() - begin) / steps * 1e3)
         self.events.clear()
-        self.tell("decoded", found, len(self.open))
+        self.tell("decoded", found, len(self.open), (before + self._mean_tokens()) / 2)
 
     def do_clear(self) -> None:
         for key in list(self.open):

@@ -281,11 +281,15 @@ class Replica:
         threading.Thread(target=_receive, args=(pipe, inbox), daemon=True).start()
         while True:
             self._obey(inbox, wait=self.held or not self.has_work())
-            if self.resume_at is not None and time.monotonic() >= self.resume_at:
-                self.resume()
-            if self.has_work() and not self.held:
-                self.step()
-            self.flush()
+            self.turn()
+
+    def turn(self) -> None:
+        """What is done between two looks at the commands."""
+        if self.resume_at is not None and time.monotonic() >= self.resume_at:
+            self.resume()
+        if self.has_work() and not self.held:
+            self.step()
+        self.flush()
 
     def _obey(self, inbox: queue.SimpleQueue, wait: bool) -> None:
         """Carry out all commands that are there; `wait` a little for the first one."""

@@ -19,12 +19,17 @@ REPLICAS, SEQUENCES, GROUPS, MEMBERS, CAP = 2, 6, 4, 4, 120
 FOREVER = 1e12
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr("bench.engine.driver.ABORT_WAIT_S", 0.003)
+
+
 def drive(kind, scenario=SYNC, lag=0, updates=3, fleet=None, end=FOREVER, train_s=0.002) -> Driver:
     limits = Limits(REPLICAS, SEQUENCES, SEQUENCES, CAP, MEMBERS, GROUPS, scenario)
     policy = kind(limits, random.Random(1))
     count = GROUPS * updates
     stream = workload.stream("math", count, MEMBERS, CAP, 1, scale=0.02, spare=math.ceil(kind.spare * MEMBERS))
-    policy.remember(itertools.islice(stream, count))
+    policy.remember(list(itertools.islice(stream, count)))
     driver = Driver(fleet or FakeFleet(REPLICAS, SEQUENCES, lag), policy, limits,
                     Course(updates, train_s, 0.002, 0.5, 1000, 1), lambda n: list(itertools.islice(stream, n)), end)
     driver.record = driver.run()
