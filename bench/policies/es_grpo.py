@@ -20,7 +20,7 @@ from esgrpo.algo import elastic
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import Finished, GroupPruner
 from esgrpo.algo.grouping import FINISHED, PRUNED, RUNNING, GroupCoordinator
-from esgrpo.algo.history import PromptHistory, refined
+from esgrpo.algo.history import PromptHistory
 from esgrpo.algo.routing import BODY, TAIL, PromptQueue, TailShare
 from esgrpo.algo.routing_order import alternate
 from esgrpo.algo.segments import next_multiple
@@ -222,28 +222,26 @@ class EsGrpo(Policy):
                 for number, item in decided.items() if item.verdict.prune]
 
     def tell(self, entry: Open, load: Load, doomed: set[int]) -> list[Tell]:
-        """The segment length of the group, when it changes; only who may move has a boundary that decides something."""
+        """The group is told its segment length. Only a member that joins the tail class has a boundary that decides
+        anything, so nothing is computed before that can happen."""
         states = self.coordinator.groups[str(entry.group.index)].members
-        ended = sum(state != RUNNING for state in states.values())
-        budget, running = self.limits.cap, list(entry.running.values())
-        tokens = {member.sample.member: load.progress(member.sample) for member in running}
-        forecast = refined(entry.forecast, entry.lengths)
-        rest = [elastic.remaining_tokens(tokens[member.sample.member], forecast, entry.lengths, budget)
-                for member in running]
-        entry.told = elastic.next_segments(self.settings.elastic, entry.told, 1 - ended / self.limits.members,
-                                           sum(rest) / len(rest))
+        ended = sum(state != RUNNING for state in states.values()) / self.limits.members
+        if ended < self.settings.elastic.tail_fraction:
+            return []
+        between = {id(member) for member, _ in self.moving}
+        running = list(entry.running.values())
+        tokens = [load.progress(member.sample) for member in running]
+        rest = [elastic.remaining_tokens(done, entry.forecast, entry.lengths, self.limits.cap) for done in tokens]
+        entry.told = elastic.next_segments(self.settings.elastic, entry.told, 1 - ended, sum(rest) / len(rest))
         if not entry.told.tail:
             return []
         actions = []
-        between = {id(member) for member, _ in self.moving}
-        for member in running:
+        for member, done in zip(running, tokens, strict=True):
             if member.length_class != TAIL:
                 member.length_class = TAIL
                 self.tails += id(member) not in between
-            number = member.sample.member
-            if member.may_move and number not in doomed and id(member) not in between:
-                boundary = next_multiple(tokens[number], entry.told.length)
-                actions.append(Tell(member.sample, boundary - tokens[number]))
+            if member.may_move and member.sample.member not in doomed and id(member) not in between:
+                actions.append(Tell(member.sample, next_multiple(done, entry.told.length) - done))
         return actions
 
     def weights_changed(self, now: float) -> None:
@@ -277,7 +275,9 @@ class Complementary(EsGrpo):
 # What the study asks about; part of a policy's name.
 CHANGES = {"hold": {"holds": True},
            "no-tail": {"overrides": {"routing": {"tail_share": 0.0}}},
-           "few-tails": {"overrides": {"routing": {"tail_quantile": 0.95}}}}
+           "few-tails": {"overrides": {"routing": {"tail_quantile": 0.95}}},
+           "loose": {"overrides": {"prune": {"resolved": {"enable": True, "null_prob": 0.3}, "audit": {
+               "enable": True, "max_false_rate": 0.2, "max_fraction": 0.75}}}}}  # candidates, and pruned ones, abound
 
 
 def variant(name: str) -> type[EsGrpo]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from bench.policies import SYNC, Abort, Action, EndStep, Load, Policy, Restart
+from bench.policies import SYNC, Abort, Action, EndStep, Load, Policy, Restart, Submit
 from bench.workload import Group, Sample
 from esgrpo.algo.routing import Pool
 
 
 class Sieving(Policy):
-    """`attempts` of a group take its samples one after another: the first `first` ones, then the next ones."""
+    """Launching a group on some of its samples, stopping and emptying it, and remembering it for another attempt."""
 
     scenarios = (SYNC,)
 
@@ -35,13 +35,8 @@ class Sieving(Policy):
             flying[sample.key] = sample
             replica = pool.least()
             pool.add(replica, 1)
-            actions.append(self.at(sample, replica))
+            actions.append(Submit(sample, replica))
         return actions
-
-    def at(self, sample: Sample, replica: int) -> Action:
-        from bench.policies import Submit
-
-        return Submit(sample, replica)
 
     def left(self, replica: int) -> None:
         self.pool_of(replica).add(replica, -1)
@@ -82,11 +77,6 @@ class RollPacker(Sieving):
     name = "rollpacker"
     ETA = 1.25
     spare = 1.25  # a quarter for the short round, and a whole group for the long one
-
-    def __init__(self, limits, rng):
-        super().__init__(limits, rng)
-        self.fresh = self.short_round
-        self.trained: list[int] = []
 
     @property
     def short_round(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 
 from bench.policies import ASYNC, SYNC, policies
@@ -47,6 +48,7 @@ def table(results: dict[str, dict]) -> str:
 
 def main(argv=None) -> int:
     options = parser().parse_args(argv)
+    gc.disable()  # millions of live objects and no cycles: a collection would walk all of them for nothing
     setting = Setting(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Setting)})
     device = Device.load(options.tau, kv_tokens=options.kv_tokens)
     results = {}

@@ -10,6 +10,7 @@ shares the steps instead); no prompt is shared between members of a group; a KV 
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections import deque
@@ -21,6 +22,12 @@ from esgrpo.algo.accounting import Occupancy
 
 NEVER = math.inf
 ROUNDING = 1e-6  # tokens: `done` is a sum of floats
+
+
+@functools.lru_cache(maxsize=64)
+def step_times(device: Device, sequences: int, company: float) -> list[float]:
+    """Seconds of a decode step by the number of running requests, from 0."""
+    return [0.0, *(device.step(b, company) for b in range(1, sequences + 1))]
 
 
 class Run:
@@ -45,7 +52,8 @@ class Replica:
 
     def __init__(self, device: Device, sequences: int, capacity: int, clock: Callable[[], float]):
         self.device, self.sequences = device, sequences
-        self.times = [0.0, *(device.step(b) for b in range(1, sequences + 1))]
+        self.company = 1.0
+        self.times = step_times(device, sequences, self.company)
         self.occupancy = Occupancy(capacity, clock)
         self.running: dict[int, Run] = {}  # by sample key, in order of admission
         self.waiting: deque[Run] = deque()
@@ -56,26 +64,28 @@ class Replica:
         self._kv = 0.0  # KV tokens of running requests, less one per request and decode step
         self.decoded = self.prefilled = self.recomputed = self.preemptions = 0
 
+    def share(self, company: float) -> None:
+        """From now on this share of the others on its device is at work. `advance` first."""
+        self.company = company
+        self.times = step_times(self.device, self.sequences, company)
+
     @property
     def kv_used(self) -> float:
         return self._kv + len(self.running) * self.done
 
     def advance(self, now: float) -> None:
         """Decode until `now`."""
-        start = max(self.last, min(self.stall, now))
+        if now <= self.last:
+            return
+        start = self.stall if self.stall > self.last else self.last
         running = len(self.running)
         if running and now > start:
-            step, growth = self._step(), self.device.per_kv_token * running
-            span = now - start
-            if growth:
-                span = 2 * span / (step + math.sqrt(step * step + 2 * growth * span))
-                self.done += span
-            else:
-                self.done += span / step
-        self.last = max(self.last, now)
-
-    def _step(self) -> float:
-        return self.times[len(self.running)] + self.device.per_kv_token * self.kv_used
+            step, span, slope = self.times[running], now - start, self.device.per_kv_token
+            if slope:
+                step += slope * self.kv_used
+                span = 2 * span / (1 + math.sqrt(1 + 2 * slope * running * span / (step * step)))
+            self.done += span / step
+        self.last = now
 
     def next_event(self) -> float:
         """When somebody stops or the KV cache is full; NEVER with nobody running."""
@@ -85,9 +95,14 @@ class Replica:
         stops = self._stops
         while stops[0][2].stop != stops[0][0]:
             heapq.heappop(stops)
-        steps = max(0.0, min(stops[0][0], (self.device.kv_tokens - self._kv) / running) - self.done)
-        seconds = steps * self._step() + self.device.per_kv_token * running * steps * steps / 2
-        return max(self.last, self.stall) + seconds
+        stop, full = stops[0][0], (self.device.kv_tokens - self._kv) / running
+        steps = (stop if stop < full else full) - self.done
+        if steps < 0:
+            steps = 0.0
+        seconds, slope = steps * self.times[running], self.device.per_kv_token
+        if slope:
+            seconds += slope * steps * (self.kv_used + running * steps / 2)
+        return (self.stall if self.stall > self.last else self.last) + seconds
 
     def submit(self, run: Run) -> None:
         self.waiting.append(run)
@@ -135,7 +150,8 @@ class Replica:
     def _made(self, run: Run) -> int:
         if run.stop < 0:
             return 0
-        return min(int(self.done - run.joined + ROUNDING), run.left - 1)  # the last one is made when it stops
+        made = int(self.done - run.joined + ROUNDING)
+        return made if made < run.left else run.left - 1  # the last one is made when it stops
 
     def _settle(self, run: Run, made: int) -> None:
         """Take over tokens that a running request has made."""

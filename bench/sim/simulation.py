@@ -208,9 +208,12 @@ class Simulation:
     def _settle(self) -> None:
         """Let requests in where something changed, and note when these replicas have to be looked at again."""
         for number in sorted(self._dirty):
+            self.replicas[number].advance(self.now)
+            self.replicas[number].admit(self.now)
+        if self.device.alone:
+            self._dirty |= self._crowd()
+        for number in sorted(self._dirty):
             replica = self.replicas[number]
-            replica.advance(self.now)
-            replica.admit(self.now)
             self.view.running[number], self.view.waiting[number] = len(replica.running), replica.waits
             self.view.free_blocks[number] = int(self.device.kv_tokens - replica.kv_used) // BLOCK
             self._stamps[number] += 1
@@ -218,6 +221,23 @@ class Simulation:
             if time != NEVER:
                 self._push(time, number, self._stamps[number])
         self._dirty.clear()
+
+    def _crowd(self) -> set[int]:
+        """Replicas that share a device slow each other down; returns those whose speed changed."""
+        changed = set()
+        spread = self.device.devices or len(self.replicas)
+        for device in range(spread):
+            sharing = range(device, len(self.replicas), spread)
+            busy = sum(bool(self.replicas[number].running) for number in sharing)
+            for number in sharing:
+                replica = self.replicas[number]
+                others = busy - bool(replica.running)
+                company = others / (len(sharing) - 1) if len(sharing) > 1 else 0.0
+                if company != replica.company:
+                    replica.advance(self.now)
+                    replica.share(company)
+                    changed.add(number)
+        return changed
 
     def _fire(self, number: int) -> None:
         replica = self.replicas[number]

@@ -1,0 +1,203 @@
+"""python -m bench.sim.study --out FILE [--seeds 1,2,3] [--parts modules,policies,steady,sweeps] [--small]
+
+Which module brings how much, how gains move with load, cap, tail, KV memory, replicas and staleness, and where there is
+none. Every number is simulated. Ratios are against verl at the same setting and seed: `updates` is updates per second,
+`used` is used tokens per second, which does not reward a policy for taking the short responses first; for policies that
+decode the same responses the two agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.policies import ASYNC, SYNC, policies
+from bench.sim.device import Device
+from bench.sim.experiment import Setting, run
+
+BASE = Setting(replicas=4, groups=64, updates=6)
+SMALL = {"replicas": 2, "groups": 4, "members": 4, "cap": 128, "scale": 0.02, "updates": 2, "sequences": 8}
+BASELINE, WHOLE, PLAIN = "verl", "es-grpo/ABCD", "es-grpo/"
+MODULES = {"A": "routing", "B": "segments and kept requests", "C": "audited pruning", "D": "elastic segments"}
+CHANGES = ("es-grpo/ABD", "es-grpo/ABD+no-tail", "es-grpo/ABD+few-tails", "es-grpo/ABD+hold")
+HIGH, MEDIUM = 0.10, 0.03  # a module that brings as much of verl's updates per second ranks High, or Medium
+NO_HELP = 1.01  # below this ratio a setting is listed as one where ES-GRPO does not help
+STEADY = 24  # updates after which the end of a run hardly counts
+SCARCE = 300_000  # KV tokens of a replica: about a third of what its 256 requests grow to
+SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/ABD+no-tail")}  # april: the best rival there
+SWEEPS: dict[str, list[dict]] = {
+    "concurrency (groups of an update)": [{"groups": groups} for groups in (16, 64, 256)],
+    "cap": [{"cap": cap} for cap in (4096, 16384, 32768)],
+    "tail weight (factor of the spread)": [{"tail": tail} for tail in (0.6, 1.3)],
+    "KV memory (tokens of a replica)": [{"kv_tokens": tokens} for tokens in (600_000, 150_000)],
+    "replicas (16 groups each)": [{"replicas": count, "groups": 16 * count} for count in (1, 2, 16)],
+    "staleness (async)": [{"staleness": bound, "scenario": ASYNC} for bound in (0.1, 1.0, 2.0)],
+    "workload": [{"workload": name} for name in ("code", "agentic")],
+    "epochs remembered": [{"warm": epochs} for epochs in (0, 3)],
+    "weight sync (s)": [{"weight_sync": seconds} for seconds in (0.1, 10.0)],
+}
+
+
+class Runs:
+    """Runs each arm of each setting once."""
+
+    def __init__(self, seeds: list[int], changes: dict):
+        self.seeds, self.changes, self.done = seeds, changes, 0
+        self._baselines: dict = {}
+
+    def _run(self, name: str, changes: dict, seed: int) -> dict:
+        machine = {key: changes[key] for key in ("kv_tokens", "weight_sync") if key in changes}
+        setting = {**{key: value for key, value in changes.items() if key not in machine}, **self.changes, "seed": seed}
+        self.done += 1
+        if sys.stderr.isatty():
+            print(f"\r{self.done} runs", end="", file=sys.stderr)
+        return run(dataclasses.replace(BASE, **setting), name, Device.load(**machine))
+
+    def arm(self, name: str, **changes) -> dict:
+        """Ratios to the baseline over the seeds, and what explains them."""
+        key = tuple(sorted(changes.items()))
+        if key not in self._baselines:
+            self._baselines[key] = [self._run(BASELINE, changes, seed) for seed in self.seeds]
+        first = self._baselines[key]
+        found = first if name == BASELINE else [self._run(name, changes, seed) for seed in self.seeds]
+        pairs = list(zip(found, first, strict=True))
+        return {"policy": name, "setting": changes,
+                "updates": spread([b["makespan_s"] / a["makespan_s"] for a, b in pairs]),
+                "used": spread([a["used_tokens_per_s"] / b["used_tokens_per_s"] for a, b in pairs]),
+                "s_per_update": spread([a["update_s"]["mean"] for a in found]),
+                "tokens_per_row": mean(a["tokens_per_trained_sample"] for a in found),
+                "bubble": {cause: mean(a["bubble"][cause] for a in found) for cause in found[0]["bubble"]},
+                "p99_s": mean(a["completion_s"]["p99"] for a in found),
+                "preemptions": mean(a["preemptions"] for a in found),
+                "pruned": mean(a["pruned_samples"] for a in found),
+                "waste": {cause: mean(a["waste"][cause] / a["decoded"] for a in found) for cause in found[0]["waste"]}}
+
+
+def mean(values) -> float:
+    return round(statistics.mean(values), 4)
+
+
+def spread(values: list[float]) -> dict:
+    """Mean, smallest and largest over the seeds."""
+    return {"mean": mean(values), "low": round(min(values), 4), "high": round(max(values), 4)}
+
+
+def modules(runs: Runs) -> dict:
+    """Each module left out of the whole, and alone; per scenario and memory."""
+    found = {}
+    for place, changes in (("async", {"scenario": ASYNC}), ("sync", {"scenario": SYNC}),
+                           ("async, KV scarce", {"scenario": ASYNC, "kv_tokens": SCARCE}),
+                           ("async, 16 replicas", {"scenario": ASYNC, "replicas": 16, "groups": 256})):
+        whole = runs.arm(WHOLE, **changes)
+        rows = {"whole": whole, "none": runs.arm(PLAIN, **changes)}
+        for module in MODULES:
+            without = runs.arm("es-grpo/" + "ABCD".replace(module, ""), **changes)
+            brings = round(whole["updates"]["mean"] - without["updates"]["mean"], 4)
+            rows[module] = {"name": MODULES[module], "without": without, "brings": brings, "rank": rank(brings),
+                            "alone": runs.arm("es-grpo/" + module, **changes)}
+        rows["changes"] = [runs.arm(name, **changes) for name in CHANGES]
+        found[place] = rows
+    return found
+
+
+def rank(brings: float) -> str:
+    if brings < -MEDIUM:
+        return "Harms"
+    return "High" if brings >= HIGH else "Medium" if brings >= MEDIUM else "Low"
+
+
+def compared(runs: Runs) -> dict:
+    """Every policy at the base setting, in its scenarios; twice the updates, for those that carry work over."""
+    return {scenario: [runs.arm(name, scenario=scenario, updates=2 * BASE.updates) for name, cls in policies().items()
+                       if scenario in cls.scenarios] for scenario in (SYNC, ASYNC)}
+
+
+def steady(runs: Runs) -> dict:
+    """Async in a long run. A run ends when all its groups are trained, and longest first shortens that end, which a
+    training of many updates hardly has: what is left here is what a stream gains."""
+    arms = ("es-grpo/A", "es-grpo/B", "es-grpo", WHOLE, *CHANGES[1:], "seer", "oracle")
+    return {f"async, {STEADY} updates": [runs.arm(name, scenario=ASYNC, updates=STEADY) for name in arms],
+            "the same, three epochs remembered": [runs.arm(name, scenario=ASYNC, updates=STEADY, warm=3)
+                                                  for name in ("es-grpo", WHOLE, WHOLE + "+loose")]}
+
+
+def sweeps(runs: Runs) -> dict:
+    found = {}
+    for title, points in SWEEPS.items():
+        rows = []
+        for point in points:
+            for scenario in (SYNC, ASYNC):
+                if point.get("scenario", scenario) == scenario:
+                    rows += [runs.arm(name, **{**point, "scenario": scenario}) for name in SWEPT[scenario]]
+        found[title] = rows
+    return found
+
+
+def no_help(found: dict) -> list[dict]:
+    """Settings in which ES-GRPO is not faster than verl."""
+    rows = [row for part in found.get("sweeps", {}).values() for row in part]
+    rows += [row for part in found.get("policies", {}).values() for row in part]
+    return [{"setting": row["setting"], "updates": row["updates"]} for row in rows
+            if row["policy"] == "es-grpo" and row["updates"]["mean"] < NO_HELP]
+
+
+def table(found: dict) -> str:
+    """What the study says, for a terminal."""
+    lines = ["SIMULATED. Ratios to verl: updates/s (low to high over seeds) | used tokens/s"]
+    for place, rows in found.get("modules", {}).items():
+        lines.append(f"\n{place}: {line(rows['whole'])}")
+        for module, name in MODULES.items():
+            row = rows[module]
+            lines.append(f"  {row['rank']:6} {module} {name:28} brings {row['brings']:+.3f}, alone "
+                         f"{row['alone']['updates']['mean']:.3f}")
+        lines += ["  " + line(row) for row in rows["changes"]]
+    for part in ("policies", "steady", "sweeps"):
+        for title, rows in found.get(part, {}).items():
+            lines.append(f"\n{title}")
+            lines += ["  " + line(row) for row in rows]
+    return "\n".join(lines)
+
+
+def line(row: dict) -> str:
+    ratio, setting = row["updates"], {key: value for key, value in row["setting"].items() if key != "updates"}
+    return (f"{row['policy']:22} {ratio['mean']:6.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}) | "
+            f"{row['used']['mean']:.3f}  bubble {row['bubble']['bubble_rate']:.2f}  {setting}")
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True,
+                          cwd=Path(__file__).parent)
+    return done.stdout.strip() or "unknown"
+
+
+PARTS = {"modules": modules, "policies": compared, "steady": steady, "sweeps": sweeps}
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--small", action="store_true", help="toy sizes, to see that it works")
+    options = parser.parse_args(argv)
+    runs = Runs([int(seed) for seed in options.seeds.split(",")], SMALL if options.small else {})
+    found = {"simulated": True, "device": f"simulated: {Device.load().name}", "tau": "bench/sim/h100.json",
+             "command": " ".join(["python -m bench.sim.study", *(sys.argv[1:] if argv is None else argv)]),
+             "commit": commit(), "seeds": runs.seeds, "base": dataclasses.asdict(BASE),
+             "ranks": {"High": HIGH, "Medium": MEDIUM, "of": "what leaving the module out loses, in verl's updates/s"}}
+    for part in options.parts.split(","):
+        found[part] = PARTS[part](runs)
+        found["where_it_does_not_help"] = no_help(found)
+        if options.out:  # after each part: a killed study keeps what it has
+            options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,95 @@
+"""python -m bench.sim.validate RUNS [--tau FILE] [--out FILE]: does the simulator predict what real engines took?
+
+RUNS is what bench.engine wrote: JSON lines, or one JSON object with `tau` and `runs`. Each run is simulated with the
+same policy, workload and limits on the measured device, which was measured with fixed batches and never saw these
+workloads. --tau: what bench.engine.tau wrote, else the last `tau` record of RUNS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+from bench.sim.device import Device, read_tau
+from bench.sim.experiment import Setting, run
+from bench.workload import PRESETS, replay
+
+CLOSE = 0.10  # of the measured makespan: what the project asks for
+SAME = ("replicas", "groups", "members", "cap", "updates", "scenario", "seed", "scale", "train_s", "staleness")
+
+
+def load(path: Path) -> tuple[dict | None, list[dict]]:
+    """(record of the device, runs). Raises ValueError when there is no run."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        found = json.loads(text)
+    except ValueError:  # JSON lines
+        rows = [json.loads(row) for row in text.splitlines() if row.strip()]
+        found = {"runs": [row for row in rows if row.get("kind") == "run"]}
+        measured = [row for row in rows if row.get("kind") == "tau"]
+        if measured:
+            found.update(tau=measured[-1], points=measured[-1].get("points", []))
+    runs = found.get("runs") or ([found] if found.get("kind") == "run" else [])
+    if not runs:
+        raise ValueError(f"{path} has no runs")
+    return read_tau(found) if "tau" in found else None, runs
+
+
+def predict(measured: dict, tau: dict) -> dict:
+    """One run beside its simulation. Seconds."""
+    generated = measured["workload"] in PRESETS
+    setting = Setting(**{name: measured[name] for name in SAME if name in measured},
+                      workload=measured["workload"] if generated else Setting.workload,
+                      sequences=measured["max_num_seqs"], prompts=measured.get("prompts", 0))
+    device = Device.from_record(tau, kv_tokens=measured.get("kv_tokens"), weight_sync=measured.get("sync_s"),
+                                devices=max(1, measured.get("devices", 0)))
+    trace = None if generated else iter(replay(measured["workload"], setting.members, setting.cap))
+    found = run(setting, measured["policy"], device, trace)
+    error = found["makespan_s"] / measured["makespan_s"] - 1
+    return {"policy": measured["policy"], "scenario": setting.scenario, "workload": measured["workload"],
+            "seed": setting.seed, "groups": setting.groups, "cap": setting.cap, "repeat": measured.get("repeat", 0),
+            "measured_s": measured["makespan_s"], "predicted_s": found["makespan_s"], "error": round(error, 4),
+            "decoded_measured": measured.get("decoded"), "decoded_predicted": found["decoded"]}
+
+
+def judge(rows: list[dict]) -> dict:
+    """How close: over runs, and per workload (its mean over policies of the absolute error)."""
+    errors = [abs(row["error"]) for row in rows]
+    loads: dict[str, list[float]] = {}
+    for row, error in zip(rows, errors, strict=True):
+        name = " ".join(f"{key} {row[key]}" for key in ("workload", "seed", "cap", "groups", "scenario"))
+        loads.setdefault(name, []).append(error)
+    each = {name: round(statistics.mean(found), 4) for name, found in loads.items()}
+    return {"runs": len(rows), "median_error": round(statistics.median(errors), 4), "max_error": max(errors),
+            "within_10_percent": sum(error <= CLOSE for error in errors), "workloads": each,
+            "workloads_within_10_percent": sum(error <= CLOSE for error in each.values())}
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--tau", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    tau, runs = load(options.runs)
+    if options.tau:
+        tau = read_tau(json.loads(options.tau.read_text(encoding="utf-8")))
+    if tau is None:
+        parser.error(f"{options.runs} has no record of kind tau; name one with --tau")
+    rows = [predict(row, tau) for row in runs]
+    print(f"{'scenario':8} {'policy':14} {'workload':10} {'cap':>6} {'measured':>10} {'SIMULATED':>11} {'error':>7}")
+    for row in rows:
+        print(f"{row['scenario']:8} {row['policy']:14} {row['workload'][-10:]:10} {row['cap']:6d} "
+              f"{row['measured_s']:10.2f} {row['predicted_s']:11.2f} {row['error']:+7.1%}")
+    verdict = judge(rows)
+    print(json.dumps(verdict))
+    if options.out:
+        options.out.write_text(json.dumps({"simulated": True, "device": f"simulated: {tau['device']}", "tau": tau,
+                                           "runs": rows, "verdict": verdict}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
