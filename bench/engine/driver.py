@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.engine.fleet import Fleet
-from bench.engine.measures import Bubble, bubble_rates, prompt_of, quantiles, reconcile
+from bench.engine.measures import Bubble, prompt_of, reconcile, record
 from bench.policies import ASYNC, KEEP, Abort, Continue, EndStep, Limits, Policy, Prune, Restart, Submit, Tell, Yield
 from bench.sim.device import ABORT_WAIT_S
 from bench.sim.ledger import Ledger
@@ -387,21 +387,9 @@ class Driver:
             self._hear(PATIENCE_S)
 
     def _record(self) -> dict:
-        counters = self.fleet.ask(("counters",), "counters")
-        engines = {name: sum(counted[name] for (counted,) in counters) for name in counters[0][0]}
-        with contextlib.suppress(AssertionError):  # said better below
+        counters = [counted for (counted,) in self.fleet.ask(("counters",), "counters")]
+        with contextlib.suppress(AssertionError):  # said better by reconcile
             self.ledger.close(self.decoded)
-        reconcile(self.policy.name, self.decoded, engines["decoded"], self.ledger.trained, self.ledger.waste)
-        makespan = self.update_times[-1]
-        in_updates = self.ledger.trained + self.ledger.waste["zero_variance"]
-        return {"kind": "run", "policy": self.policy.name, "scenario": self.limits.scenario, "sync": self.policy.sync,
-                "makespan_s": round(makespan, 4), "s_per_update": round(makespan / self.course.updates, 4),
-                "update_times": [round(at, 4) for at in self.update_times],
-                "tokens_per_s": round(in_updates / makespan, 1), "decoded_per_s": round(self.decoded / makespan, 1),
-                "decoded": self.decoded, "trained": self.ledger.trained, "waste": self.ledger.waste,
-                "trained_samples": self.ledger.trained_samples, "pruned_samples": self.ledger.pruned_samples,
-                "gradient_groups": self.ledger.gradient_groups,
-                "bubble": {name: round(rate, 4) for name, rate in bubble_rates(self.bubbles).items()},
-                "completion_s": quantiles(self.latencies), "attempts": self.attempts,
-                "preemptions": engines["preemptions"], "reprefill_tokens": self.reprefill,
-                "preempted_tokens": engines["preempted_tokens"], "engines": [counted for (counted,) in counters]}
+        reconcile(self.policy.name, self.decoded, sum(counted["decoded"] for counted in counters),
+                  self.ledger.trained, self.ledger.waste)
+        return record(self, counters)

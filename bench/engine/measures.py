@@ -11,6 +11,7 @@ from esgrpo.algo.accounting import quantile
 from esgrpo.errors import EsgrpoError
 
 CAUSES = ("no_work", "barrier", "below_capacity", "sync")
+CURVE_S = 0.25  # between two points of the curve of running requests
 OURS = "es-grpo"  # and every policy whose name begins with it
 NO_RIVAL = ("verl", "oracle")  # the baseline, and what knows the lengths
 
@@ -32,6 +33,7 @@ class Bubble:
         self.causes = dict.fromkeys(CAUSES, 0.0)
         self.running = self.waiting = 0
         self.paused = False
+        self.curve: list[tuple[float, int]] = []  # (time, running requests), for a plot
 
     def until(self, now: float, waits_for_weights: bool) -> None:
         span, self.since = max(0.0, now - self.since), max(now, self.since)
@@ -44,6 +46,8 @@ class Bubble:
         self.causes[cause] += (self.capacity - used) * span
 
     def load(self, running: int, waiting: int, paused: bool) -> None:
+        if not self.curve or running == 0 or self.since - self.curve[-1][0] >= CURVE_S:
+            self.curve.append((self.since, running))
         self.running, self.waiting, self.paused = running, waiting, paused
 
 
@@ -59,6 +63,27 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     return {name: round(quantile(values, q), 4) for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
+
+
+def record(driver, counters: Sequence[Mapping]) -> dict:
+    """What is kept of a run: the driver's measures and the counters of every engine. Seconds and tokens."""
+    ledger, times = driver.ledger, driver.update_times
+    makespan = times[-1]
+    in_updates = ledger.trained + ledger.waste["zero_variance"]
+    return {"kind": "run", "policy": driver.policy.name, "scenario": driver.limits.scenario,
+            "sync": driver.policy.sync, "makespan_s": round(makespan, 4),
+            "s_per_update": round(makespan / len(times), 4), "update_times": [round(at, 4) for at in times],
+            "tokens_per_s": round(in_updates / makespan, 1), "decoded_per_s": round(driver.decoded / makespan, 1),
+            "decoded": driver.decoded, "trained": ledger.trained, "waste": ledger.waste,
+            "trained_samples": ledger.trained_samples, "pruned_samples": ledger.pruned_samples,
+            "gradient_groups": ledger.gradient_groups,
+            "bubble": {name: round(rate, 4) for name, rate in bubble_rates(driver.bubbles).items()},
+            "completion_s": quantiles(driver.latencies), "attempts": driver.attempts,
+            "preemptions": sum(counted["preemptions"] for counted in counters),
+            "preempted_tokens": sum(counted["preempted_tokens"] for counted in counters),
+            "reprefill_tokens": driver.reprefill, "engines": list(counters),
+            "running": [[[round(at - driver.begin, 3), count] for at, count in bubble.curve]
+                        for bubble in driver.bubbles]}
 
 
 def reconcile(policy: str, decoded: int, engines: int, trained: int, waste: Mapping[str, int]) -> None:
