@@ -36,7 +36,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr("bench.engine.driver.ABORT_WAIT_S", 0.003)
 
 
-def drive(fleet, kind, scenario, updates=4) -> Driver:
+def drive(fleet, kind, scenario, updates=2) -> Driver:
     limits = Limits(REPLICAS, SEQUENCES, SEQUENCES, CAP, MEMBERS, GROUPS, scenario, fleet.blocks * fleet.block_size)
     policy, count = kind(limits, random.Random(1)), GROUPS * updates
     stream = workload.stream("math", count, MEMBERS, CAP, 1, scale=0.03, spare=math.ceil(kind.spare * MEMBERS))
@@ -52,7 +52,7 @@ def drive(fleet, kind, scenario, updates=4) -> Driver:
 def test_engines_and_driver_count_the_same(fleets, kind, scenario):
     if scenario not in kind.scenarios:
         pytest.skip(f"{kind.name} knows no {scenario}")
-    record = drive(fleets[TIGHT], kind, scenario, updates=2).record
+    record = drive(fleets[TIGHT], kind, scenario).record
     assert record["decoded"] == sum(engine["decoded"] for engine in record["engines"]) > 0
     for replica in fleets[TIGHT].replicas:
         assert (len(replica.open), len(replica.current), len(replica.scheduler.requests)) == (0, 0, 0)
@@ -63,11 +63,11 @@ def test_only_a_tight_cache_preempts(fleets, scenario):
     roomy, tight = (drive(fleets[blocks], policies()["verl"], scenario).record for blocks in (ROOMY, TIGHT))
     assert (roomy["preemptions"], roomy["preempted_tokens"]) == (0, 0)
     assert tight["preemptions"] > 0 and tight["preempted_tokens"] > 0
-    assert roomy["trained_samples"] == tight["trained_samples"] == 4 * GROUPS * MEMBERS
+    assert roomy["trained_samples"] == tight["trained_samples"] == 2 * GROUPS * MEMBERS
 
 
 def test_yields_are_the_hooks_own_moves(fleets):
-    driver = drive(fleets[ROOMY], CuttingKept, ASYNC)
+    driver = drive(fleets[ROOMY], CuttingKept, ASYNC, updates=4)
     rows = [row for about in driver.trace.values() for row in about["attempts"]]
     ended = [row for about in driver.trace.values() for row in about["attempts"][:-1]]  # the end of the run aborts
     assert sum(row["outcome"] == "yield" for row in rows) > 20
