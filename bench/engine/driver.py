@@ -256,7 +256,7 @@ class Driver:
             waits = self.view.allowance <= 0
         else:
             waits = any(other.running for index, other in enumerate(self.bubbles) if index != number)
-        self.bubbles[number].until(at, waits)
+        self.bubbles[number].until(at, "sync" if self.asleep else "barrier" if waits else "no_work")
 
     def _on_first(self, flight: Flight, when: float) -> None:
         flight.row["first"] = round(when, 4)

@@ -19,7 +19,7 @@ NO_RIVAL = ("verl", "oracle")  # the baseline, and what knows the lengths
 class Bubble:
     """Request-seconds of one replica that were missing to `capacity`, by cause; times are seconds.
 
-    sync            paused for new weights
+    sync            paused for new weights, or nothing runs because clients sleep after the abort
     barrier         nothing runs, and the next weights are waited for: other replicas still work on this step (sync), or
                     the staleness bound is reached (async)
     no_work         nothing runs for another reason: the policy or the driver holds requests back
@@ -35,12 +35,12 @@ class Bubble:
         self.paused = False
         self.curve: list[tuple[float, int]] = []  # (time, running requests), for a plot
 
-    def until(self, now: float, waits_for_weights: bool) -> None:
+    def until(self, now: float, idle_cause: str) -> None:
+        """Account for the time until `now`; `idle_cause` is charged while nothing runs."""
         span, self.since = max(0.0, now - self.since), max(now, self.since)
         used = self.capacity if self.waiting and self.running else min(self.running, self.capacity)
         used = 0 if self.paused else used
-        cause = ("sync" if self.paused else "below_capacity" if self.running
-                 else "barrier" if waits_for_weights else "no_work")
+        cause = "sync" if self.paused else "below_capacity" if self.running else idle_cause
         self.seconds += span
         self.used += used * span
         self.causes[cause] += (self.capacity - used) * span

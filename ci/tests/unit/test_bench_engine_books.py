@@ -14,15 +14,15 @@ from esgrpo.errors import EsgrpoError
 
 def test_bubble_causes_fill_the_capacity():
     bubble = measures.Bubble(capacity=4, now=0.0)
-    for until, waits, load in ((1.0, False, (0, 3, False)),  # nothing runs although requests are there
-                               (2.0, False, (6, 0, False)),  # one second of nothing more
-                               (4.0, False, (2, 1, False)),  # two seconds above capacity
-                               (5.0, False, (1, 0, False)),  # full: one waits for memory
-                               (7.0, False, (0, 0, False)),  # two seconds with one of four
-                               (8.0, True, (0, 0, True))):   # a second at the barrier
-        bubble.until(until, waits)
+    for until, idle, load in ((1.0, "no_work", (0, 3, False)),  # nothing runs although requests are there
+                              (2.0, "no_work", (6, 0, False)),  # one second of nothing more
+                              (4.0, "no_work", (2, 1, False)),  # two seconds above capacity
+                              (5.0, "no_work", (1, 0, False)),  # full: one waits for memory
+                              (7.0, "no_work", (0, 0, False)),  # two seconds with one of four
+                              (8.0, "barrier", (0, 0, True))):  # a second at the barrier
+        bubble.until(until, idle)
         bubble.load(*load)
-    bubble.until(10.0, True)  # two seconds of sync
+    bubble.until(10.0, "barrier")  # two seconds of sync
     assert bubble.causes == {"no_work": 8.0, "barrier": 4.0, "below_capacity": 6.0, "sync": 8.0}
     assert bubble.used + sum(bubble.causes.values()) == bubble.capacity * bubble.seconds == 40.0
     rates = measures.bubble_rates([bubble])
