@@ -1,0 +1,179 @@
+"""Policies against each other on real vLLM replicas; see the package.
+
+    python -m bench.engine --model random:273M --replicas 2 --groups 64 --members 8 --cap 16384 --workload math \\
+        --policies verl,es-grpo --scenario sync --results FILE
+
+The engines start once; the arms run one after another in them, with an empty prefix cache each; every repeat rotates
+their order. Each run is added to FILE (JSON lines) when it ends, its requests to a folder beside it. Exit code 1 when
+the books of a run do not agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+from bench import workload
+from bench.engine import options as common
+from bench.engine import tau
+from bench.engine.driver import Course, Driver, OutOfTime
+from bench.engine.fleet import Fleet
+from bench.engine.measures import summary
+from bench.policies import ASYNC, Limits, policies, policy
+from esgrpo.errors import EsgrpoError
+
+CAPACITY_CONTEXT = 1024  # tokens per request at which the capacity is measured, when it is not told
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    common.add_engine_options(parser)
+    parser.add_argument("--policies", default="verl,es-grpo", help=f"of {', '.join(policies())}")
+    parser.add_argument("--scenario", default="sync", help="sync, async or sync,async")
+    parser.add_argument("--workload", default="math", help=f"{', '.join(workload.PRESETS)}, or a recorded trace (file)")
+    parser.add_argument("--groups", type=int, default=64, help="groups of an update")
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--cap", type=int, default=16384, help="longest response, tokens")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the preset's lengths")
+    parser.add_argument("--updates", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--staleness", type=float, default=0.5, help="async: groups begun beyond an update's, share")
+    parser.add_argument("--train-s", type=float, default=0.0, help="async: seconds of training per update")
+    parser.add_argument("--sync-s", type=float, default=1.0, help="seconds in which the weights are loaded")
+    parser.add_argument("--capacity", type=int, default=0, help="requests at which a replica is full; 0: measured")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", type=Path, required=True)
+    options = parser.parse_args(argv)
+    options.policies, options.scenario = options.policies.split(","), options.scenario.split(",")
+    for name in options.policies:
+        try:
+            policy(name)
+        except KeyError as error:
+            parser.error(error.args[0])
+    return options
+
+
+def visits(options, spare: int, scenario: str) -> tuple[list, Iterable]:
+    """(an earlier epoch, the groups of the run), the same prompts in both; as bench.sim makes them.
+
+    A recorded trace has no earlier epoch: policies with a history start cold.
+    """
+    if options.workload not in workload.PRESETS:
+        groups = workload.replay(options.workload, options.members + spare, options.cap)
+        return [], groups
+    count = options.groups * options.updates
+    groups = workload.stream(options.workload, count, options.members, options.cap, options.seed, spare=spare,
+                             scale=options.scale)
+    earlier = list(islice(groups, count))
+    return earlier, islice(groups, count) if scenario == ASYNC else groups  # async: the same work for all, to its end
+
+
+def play(fleet: Fleet, options, name: str, scenario: str, capacity: int, end: float) -> Driver:
+    """One run of one policy; returns its driver, which has run."""
+    kind = policy(name)
+    limits = Limits(replicas=options.replicas, sequences=options.max_num_seqs, capacity=capacity, cap=options.cap,
+                    members=options.members, groups=options.groups, scenario=scenario,
+                    kv_tokens=fleet.blocks * fleet.block_size)
+    earlier, groups = visits(options, math.ceil(kind.spare * options.members), scenario)
+    chosen = kind(limits, random.Random(f"policy {options.seed}"))
+    chosen.remember(earlier)
+    stream = iter(groups)
+    course = Course(options.updates, options.train_s, options.sync_s, options.staleness, options.vocabulary,
+                    options.seed)
+    driver = Driver(fleet, chosen, limits, course, lambda count: list(islice(stream, count)), end)
+    driver.record = driver.run()
+    return driver
+
+
+def measured_capacity(fleet: Fleet, options, facts: dict, end: float) -> int:
+    """Measures tau(b) at one context, which also warms up every batch size."""
+    context = min(CAPACITY_CONTEXT, options.prompt)
+    points, _ = tau.measure(fleet, options.max_num_seqs, [context], tau.STEPS, end, common.say, alone=False)
+    found = options.capacity or tau.capacity(points, options.max_num_seqs)
+    common.append(options.results, {"kind": "tau", **facts, **tau.record(points, facts, options), "points": points})
+    common.say(f"a replica counts as full at {found} requests")
+    return found
+
+
+def schedule(options) -> list[tuple[int, str, str]]:
+    """(repeat, scenario, policy) in the order of the runs."""
+    found, names = [], options.policies
+    for repeat in range(options.repeats):
+        for scenario in options.scenario:
+            rotated = names[repeat % len(names):] + names[:repeat % len(names)]
+            found += [(repeat, scenario, name) for name in rotated if scenario in policy(name).scenarios]
+    return found
+
+
+def save(options, facts: dict, driver: Driver, repeat: int, capacity: int) -> dict:
+    record = {**facts, **driver.record, "repeat": repeat, "workload": options.workload, "groups": options.groups,
+              "members": options.members, "cap": options.cap, "scale": options.scale, "updates": options.updates,
+              "train_s": options.train_s, "sync_s": options.sync_s, "staleness": options.staleness,
+              "capacity": capacity, "seed": options.seed}
+    folder = options.results.with_suffix(".traces")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{record['scenario']}-{record['policy']}-{repeat}-{time.time_ns()}.json"
+    file.write_text(json.dumps([*driver.trace.values()]))
+    common.append(options.results, {**record, "trace": f"{folder.name}/{file.name}"})
+    bubble = ", ".join(f"{name} {rate:.3f}" for name, rate in record["bubble"].items())
+    common.say(f"{record['scenario']} {record['policy']} #{repeat}: {record['s_per_update']:.2f} s an update, "
+               f"{record['tokens_per_s']:.0f} tokens/s, bubble {bubble}, {record['preemptions']} preemptions, "
+               f"{record['reprefill_tokens']} tokens prefilled again, waste {record['waste']}")
+    return record
+
+
+def compare(fleet: Fleet, options, facts: dict, began: float) -> list[dict]:
+    end, records, longest = began + options.deadline, [], 0.0
+    capacity = measured_capacity(fleet, options, facts, end)
+    todo = schedule(options)
+    while todo:
+        repeat, scenario, name = todo[0]
+        if time.monotonic() + longest > end:
+            break
+        common.say(f"{scenario} {name} #{repeat} begins")
+        started = time.monotonic()
+        try:
+            driver = play(fleet, options, name, scenario, capacity, end)
+        except OutOfTime:
+            break
+        longest = max(longest, time.monotonic() - started)
+        records.append(save(options, facts, driver, repeat, capacity))
+        todo.pop(0)
+    if todo:
+        common.say(f"out of time, left out: {todo}")
+        common.append(options.results, {"kind": "left_out", "runs": todo, "why": "out of time"})
+    return records
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    began = time.monotonic()
+    options.prompt = max(options.prompt, *(shape.prompt_tokens for name, shape in workload.PRESETS.items()
+                                           if name == options.workload), 1)
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            with common.start(options) as (fleet, facts):
+                records = compare(fleet, options, facts, began)
+        except EsgrpoError as error:
+            print(error, file=sys.stderr)
+            return 1
+        found = summary(records)
+        common.append(options.results, {**found, "runs": len(records)})
+        for base in ("verl", "best_rival"):
+            for name, ratio in found[f"against_{base}"].items():
+                print(f"{name} against {found['best_rival'] if base == 'best_rival' else base}: "
+                      f"x{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}], n = {ratio['n']}")
+        return 0
+    return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""What a run reports: bubble with causes, quantiles, and the books of driver and engines, which must agree exactly."""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from esgrpo.algo.accounting import quantile
+from esgrpo.errors import EsgrpoError
+
+CAUSES = ("no_work", "barrier", "below_capacity", "sync")
+CURVE_S = 0.25  # between two points of the curve of running requests
+OURS = "es-grpo"  # and every policy whose name begins with it
+NO_RIVAL = ("verl", "oracle")  # the baseline, and what knows the lengths
+
+
+class Bubble:
+    """Request-seconds of one replica that were missing to `capacity`, by cause; times are seconds.
+
+    sync            paused for new weights, or nothing runs because clients sleep after the abort
+    barrier         nothing runs, and the next weights are waited for: other replicas still work on this step (sync), or
+                    the staleness bound is reached (async)
+    no_work         nothing runs for another reason: the policy or the driver holds requests back
+    below_capacity  fewer requests than `capacity` run and nobody waits for memory
+
+    A replica with requests that wait for memory is full. used + sum(causes) == capacity * seconds.
+    """
+
+    def __init__(self, capacity: int, now: float):
+        self.capacity, self.since, self.seconds, self.used = capacity, now, 0.0, 0.0
+        self.causes = dict.fromkeys(CAUSES, 0.0)
+        self.running = self.waiting = 0
+        self.paused = False
+        self.curve: list[tuple[float, int]] = []  # (time, running requests), for a plot
+
+    def until(self, now: float, idle_cause: str) -> None:
+        """Account for the time until `now`; `idle_cause` is charged while nothing runs."""
+        span, self.since = max(0.0, now - self.since), max(now, self.since)
+        used = self.capacity if self.waiting and self.running else min(self.running, self.capacity)
+        used = 0 if self.paused else used
+        cause = "sync" if self.paused else "below_capacity" if self.running else idle_cause
+        self.seconds += span
+        self.used += used * span
+        self.causes[cause] += (self.capacity - used) * span
+
+    def load(self, running: int, waiting: int, paused: bool) -> None:
+        if not self.curve or running == 0 or self.since - self.curve[-1][0] >= CURVE_S:
+            self.curve.append((self.since, running))
+        self.running, self.waiting, self.paused = running, waiting, paused
+
+
+def bubble_rates(replicas: Iterable[Bubble]) -> dict[str, float]:
+    """Shares of all capacity-seconds; the causes sum to `rate`."""
+    replicas = list(replicas)
+    total = sum(replica.capacity * replica.seconds for replica in replicas)
+    rates = {cause: sum(replica.causes[cause] for replica in replicas) / total if total else 0.0 for cause in CAUSES}
+    return {"rate": sum(rates.values()), **rates}
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {name: round(quantile(values, q), 4) for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
+
+
+def record(driver, counters: Sequence[Mapping]) -> dict:
+    """What is kept of a run: the driver's measures and the counters of every engine. Seconds and tokens."""
+    ledger, times = driver.ledger, driver.update_times
+    makespan = times[-1]
+    in_updates = ledger.trained + ledger.waste["zero_variance"]
+    return {"kind": "run", "policy": driver.policy.name, "scenario": driver.limits.scenario,
+            "sync": driver.policy.sync, "makespan_s": round(makespan, 4),
+            "s_per_update": round(makespan / len(times), 4), "update_times": [round(at, 4) for at in times],
+            "tokens_per_s": round(in_updates / makespan, 1), "decoded_per_s": round(driver.decoded / makespan, 1),
+            "decoded": driver.decoded, "trained": ledger.trained, "waste": ledger.waste,
+            "trained_samples": ledger.trained_samples, "pruned_samples": ledger.pruned_samples,
+            "gradient_groups": ledger.gradient_groups,
+            "bubble": {name: round(rate, 4) for name, rate in bubble_rates(driver.bubbles).items()},
+            "completion_s": quantiles(driver.latencies), "attempts": driver.attempts,
+            "preemptions": sum(counted["preemptions"] for counted in counters),
+            "preempted_tokens": sum(counted["preempted_tokens"] for counted in counters),
+            "reprefill_tokens": driver.reprefill, "engines": list(counters),
+            "running": [[[round(at - driver.begin, 3), count] for at, count in bubble.curve]
+                        for bubble in driver.bubbles]}
+
+
+def reconcile(policy: str, decoded: int, engines: int, trained: int, waste: Mapping[str, int]) -> None:
+    """Raises EsgrpoError when a token is missing: engines count tokens as they are made, the driver as they come back,
+    and the ledger by what became of them."""
+    if not decoded == engines == trained + sum(waste.values()):
+        raise EsgrpoError(f"policy {policy}", f"{engines} tokens counted by the engines, {decoded} by the driver, "
+                          f"{trained} trained + {sum(waste.values())} wasted", "three equal numbers",
+                          "this run is not recorded", "report this with the command line")
+
+
+def ratios(runs: Sequence[Mapping], base: str, key: str = "s_per_update") -> dict[str, dict]:
+    """For every policy: how many times faster than `base` in the same repeat; median, smallest, largest, count."""
+    bases = {(run["scenario"], run["repeat"]): run[key] for run in runs if run["policy"] == base}
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        same = bases.get((run["scenario"], run["repeat"]))
+        if same is not None:
+            found.setdefault(f"{run['scenario']} {run['policy']}", []).append(same / run[key])
+    return {name: {"median": round(statistics.median(values), 4), "low": round(min(values), 4),
+                   "high": round(max(values), 4), "n": len(values)} for name, values in found.items()}
+
+
+def best_rival(runs: Sequence[Mapping]) -> str | None:
+    """The fastest policy that is neither ours, nor the baseline, nor knows the lengths; None when none ran."""
+    times: dict[str, list[float]] = {}
+    for run in runs:
+        if run["policy"] not in NO_RIVAL and not run["policy"].startswith(OURS):
+            times.setdefault(run["policy"], []).append(run["s_per_update"])
+    return min(times, key=lambda name: statistics.median(times[name]), default=None)
+
+
+def summary(runs: Sequence[Mapping]) -> dict:
+    rival = best_rival(runs)
+    return {"kind": "summary", "against_verl": ratios(runs, "verl"), "best_rival": rival,
+            "against_best_rival": ratios(runs, rival) if rival else {}}
+
+
+@functools.lru_cache(maxsize=4096)
+def prompt_of(group: int, tokens: int, vocabulary: int, seed: int) -> list[int]:
+    """The prompt of a group, which its samples share; random tokens, none of the first few, which may be special."""
+    rng = random.Random(f"{seed} {group}")
+    return [rng.randrange(16, vocabulary) for _ in range(tokens)]

@@ -1,0 +1,122 @@
+"""The engine benchmark's bookkeeping: bubble causes, comparisons, the results file, the random model. No engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench.engine import measures, model, options, tau
+from bench.engine.__main__ import parse, schedule
+from bench.engine.replica import missing_hooks
+from esgrpo.errors import EsgrpoError
+
+
+def test_bubble_causes_fill_the_capacity():
+    bubble = measures.Bubble(capacity=4, now=0.0)
+    for until, idle, load in ((1.0, "no_work", (0, 3, False)),  # nothing runs although requests are there
+                              (2.0, "no_work", (6, 0, False)),  # one second of nothing more
+                              (4.0, "no_work", (2, 1, False)),  # two seconds above capacity
+                              (5.0, "no_work", (1, 0, False)),  # full: one waits for memory
+                              (7.0, "no_work", (0, 0, False)),  # two seconds with one of four
+                              (8.0, "barrier", (0, 0, True))):  # a second at the barrier
+        bubble.until(until, idle)
+        bubble.load(*load)
+    bubble.until(10.0, "barrier")  # two seconds of sync
+    assert bubble.causes == {"no_work": 8.0, "barrier": 4.0, "below_capacity": 6.0, "sync": 8.0}
+    assert bubble.used + sum(bubble.causes.values()) == bubble.capacity * bubble.seconds == 40.0
+    rates = measures.bubble_rates([bubble])
+    assert rates["rate"] == pytest.approx(0.65)
+
+
+def test_a_missing_token_is_an_error():
+    measures.reconcile("verl", 10, 10, 7, {"pruned": 2, "left_over": 1})
+    for decoded, engines, trained in ((9, 10, 7), (10, 11, 7), (10, 10, 6)):
+        with pytest.raises(EsgrpoError, match="three equal numbers"):
+            measures.reconcile("verl", decoded, engines, trained, {"pruned": 2, "left_over": 1})
+
+
+def _run(policy: str, repeat: int, seconds: float) -> dict:
+    return {"policy": policy, "scenario": "sync", "repeat": repeat, "s_per_update": seconds}
+
+
+def test_ratios_are_taken_within_a_repeat_and_the_best_rival_is_found():
+    runs = [_run("verl", 0, 10.0), _run("verl", 1, 20.0), _run("seer", 0, 8.0), _run("seer", 1, 10.0),
+            _run("april", 0, 9.0), _run("oracle", 0, 1.0), _run("es-grpo", 0, 5.0), _run("es-grpo/A", 1, 4.0)]
+    found = measures.summary(runs)
+    assert found["best_rival"] == "seer"  # neither what knows the lengths, nor ours
+    assert found["against_verl"]["sync seer"] == {"median": 1.625, "low": 1.25, "high": 2.0, "n": 2}
+    assert found["against_best_rival"]["sync es-grpo"]["median"] == 1.6
+    assert measures.summary(runs[:2])["against_best_rival"] == {}
+
+
+def test_the_results_file_grows_by_whole_lines(tmp_path):
+    file = tmp_path / "deep" / "results.jsonl"
+    for number in range(3):
+        options.append(file, {"number": number})
+    assert [json.loads(line)["number"] for line in file.read_text().splitlines()] == [0, 1, 2]
+    assert [path.name for path in file.parent.iterdir()] == ["results.jsonl"]
+
+
+def test_repeats_rotate_the_order_and_leave_out_what_a_policy_does_not_know(tmp_path):
+    chosen = parse(["--policies", "verl,april,es-grpo", "--scenario", "sync,async", "--repeats", "2",
+                    "--results", str(tmp_path / "r")])
+    assert schedule(chosen) == [
+        (0, "sync", "verl"), (0, "sync", "april"), (0, "sync", "es-grpo"), (0, "async", "verl"),
+        (0, "async", "es-grpo"), (1, "sync", "april"), (1, "sync", "es-grpo"), (1, "sync", "verl"),
+        (1, "async", "es-grpo"), (1, "async", "verl")]
+    with pytest.raises(SystemExit):
+        parse(["--policies", "verl,nobody", "--results", str(tmp_path / "r")])
+
+
+@pytest.mark.parametrize("size", [30e6, 273e6, 500e6, 1.5e9, 7e9])
+def test_a_random_model_has_about_the_size(size):
+    found = model.shape(int(size))
+    assert found["parameters"] == pytest.approx(size, rel=0.06)
+    assert found["heads"] % found["kv_heads"] == 0 and found["heads"] * model.HEAD == found["width"]
+
+
+def test_a_model_is_a_folder_or_random(tmp_path):
+    folder, load_format, vocabulary = model.prepare("random:30M", 1000, tmp_path / "model")
+    written = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (folder, load_format, vocabulary) == (str(tmp_path / "model"), "dummy", model.VOCABULARY)
+    assert written["max_position_embeddings"] == 1000
+    assert model.prepare(folder, 1000, tmp_path)[1] == "auto"
+    with pytest.raises(EsgrpoError, match="config.json"):
+        model.prepare(str(tmp_path / "nothing"), 1000, tmp_path)
+
+
+def test_the_capacity_is_the_first_batch_near_the_peak():
+    points = [{"batch": batch, "context": 64, "replicas": 2, "tokens_per_s": rate}
+              for batch, rate in ((1, 10.0), (2, 80.0), (4, 95.0), (8, 100.0))]
+    alone = [{"batch": 1, "context": 64, "replicas": 1, "tokens_per_s": 500.0}]
+    assert tau.capacity(points + alone, limit=8) == 4
+    assert tau.capacity(points, limit=3) == 3
+
+
+def test_the_cost_of_the_kv_cache_is_told_from_that_of_the_batch():
+    points = [{"batch": batch, "context": context, "replicas": 1, "kv_tokens": context, "tokens_per_s": 1.0,
+               "ms_per_step": 2.0 + 0.1 * batch + 1e-4 * batch * context, "prefill_tokens_per_s": 1000.0 * batch}
+              for batch in (1, 4) for context in (100, 1000)]
+    options_ = type("Options", (), {"sync_s": 1.0})
+    found = tau.record(points, {"device": "d", "model": "m", "devices": 1, "kv_tokens": 5}, options_)
+    assert found["ns_per_kv_token"] == pytest.approx(100.0)
+    assert found["ms_per_step"] == {"1": pytest.approx(2.1), "4": pytest.approx(2.4)}
+    assert found["prefill_tokens_per_s"] == 4000.0
+
+
+class Plain:
+    """An EngineCore without the overlay, or with hooks in these states."""
+
+    def __init__(self, states=None):
+        self.scheduler = object()
+        if states is not None:
+            self.esgrpo_report = lambda: {"hooks": [{"slug": slug, "state": state, "detail": "why"}
+                                                    for slug, state in states.items()]}
+
+
+def test_an_engine_without_the_hook_stops_the_benchmark():
+    pytest.importorskip("numpy")
+    assert len(missing_hooks(Plain())) == 2
+    drifted = missing_hooks(Plain({"segment-scheduler": "DRIFTED", "engine-core-utilities": "APPLIED"}))
+    assert drifted == ["segment-scheduler: DRIFTED (why)", "the scheduler is a plain object"]
