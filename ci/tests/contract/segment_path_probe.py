@@ -167,10 +167,10 @@ async def interrupted_and_resumed(segment, steps=8):
 
 
 async def advantages():
-    scene = loops({"boundary": "yield", "prune": {"finish_group_after": 2}})
+    scene = loops(REPETITION)
     batch, _ = await scene.call(scene.worker(), version=0)
     rewards = torch.zeros_like(batch.batch["response_mask"], dtype=torch.float32)
-    rewards[:, 0] = torch.tensor([1.0, 5.0, 7.0, 0.0])
+    rewards[:, 0] = torch.tensor([2.0, 1.0, 7.0, 0.0])
     arguments = {"token_level_rewards": rewards, "response_mask": batch.batch["response_mask"],
                  "index": np.array(["uid"] * MEMBERS, dtype=object)}
     estimate = {}
@@ -211,9 +211,7 @@ CASES = {
     "by-value": by_value,
     "soft": lambda: to_the_end(REPETITION),
     "yield": lambda: to_the_end({"boundary": "yield", **REPETITION}),
-    "group": lambda: to_the_end({"boundary": "yield", "prune": {"finish_group_after": 2}}),
     "resumed": lambda: interrupted_and_resumed({"boundary": "yield"}),
-    "resumed-group": lambda: interrupted_and_resumed({"boundary": "yield", "prune": {"finish_group_after": 1}}, 4),
     "advantages": advantages,
 }
 
