@@ -9,6 +9,8 @@ from esgrpo import config
 from esgrpo.algo import pruning
 from esgrpo.algo.audit import Audit, Candidate, Verdict
 
+STATE_VERSION = 1  # of what `GroupPruner.to_state` returns
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -172,6 +174,29 @@ class GroupPruner:
             if member in running:
                 watched.seen.setdefault(member, (prior, doublings, agreed_on))
         return pruning.resolved(probabilities, self.prune.resolved.null_prob)
+
+    def to_state(self) -> dict:
+        """What the audit and the calibration have learned, JSON-able; the running groups are not in it."""
+        return {"state_version": STATE_VERSION, "rules": self._rules(), "audit": self.audit.to_state(),
+                "calibration": [self.calibration.intercept, self.calibration.slope]}
+
+    def _rules(self) -> dict:
+        """Settings that give an outcome its meaning: scores and false prunes of other rules prove nothing here."""
+        return {"null_prob": self.prune.resolved.null_prob, "finish_after": self.prune.finish_group_after,
+                "budget": self.budget}
+
+    def restore(self, state: dict) -> None:
+        """Go on from `to_state()` of an earlier run. Raises ValueError when it is damaged, or of other rules."""
+        try:
+            found = (state["state_version"], state["rules"])
+            if found != (STATE_VERSION, self._rules()):
+                raise ValueError(f"state {found}, not {(STATE_VERSION, self._rules())}")
+            calibration = pruning.LengthCalibration()
+            calibration.restore(*state["calibration"])
+            self.audit.restore(state["audit"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+        self.calibration = calibration
 
     def close(self, group: str) -> None:
         """The last member has left."""

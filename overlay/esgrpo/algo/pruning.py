@@ -98,6 +98,12 @@ class LengthCalibration:
         self.intercept += step
         self.slope = max(0.0, self.slope + step * doublings)
 
+    def restore(self, intercept: float, slope: float) -> None:
+        """What an earlier run has learned. Raises ValueError when it cannot be that."""
+        if not (math.isfinite(intercept) and math.isfinite(slope) and slope >= 0):
+            raise ValueError(f"calibration {intercept}, {slope}")
+        self.intercept, self.slope = float(intercept), float(slope)
+
 
 def any_differs(probabilities: Sequence[float]) -> float:
     """P(at least one differs), as if they were independent.

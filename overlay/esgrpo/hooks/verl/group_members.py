@@ -80,6 +80,8 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None):
         coordinator.leave(group, number, outcome)
         group_decisions.ended(worker, member, output)
     await group_decisions.checkpoint(worker, group)
+    if group not in coordinator.groups:
+        await group_decisions.save(worker)
     await segment_length.after_leave(worker, group, coordinator, member)
     if output is None:  # verl's v1: v1-response-rows has put the summary into the row
         write("responses", {**member.summary(), "score": member.score})
