@@ -62,6 +62,7 @@ def measures(run_dir: Path) -> dict[str, float | None]:
         return next((m[key] for m in reversed(metrics) if key in m), None)
 
     kept = [m["esgrpo/sync/kept"] for m in metrics if "esgrpo/sync/kept" in m]
+    moved = [m["esgrpo/routing/moves"] for m in metrics if "esgrpo/routing/moves" in m]
     spent = max(1, result.balance["spent"])
     bias = [v for m in metrics[-1:] for k, v in m.items() if k.startswith("esgrpo/length_bias/")]
     return {
@@ -75,6 +76,7 @@ def measures(run_dir: Path) -> dict[str, float | None]:
         "false-prune rate": last("esgrpo/prune/false_rate"),
         "length bias": max(bias) if bias else None,
         "requests kept per sync": statistics.mean(kept) if kept else None,
+        "requests moved": sum(moved) if moved else None,
         "tail ratio": result.tail_ratio,
     }
 
@@ -114,9 +116,11 @@ def is_done(record: Path, overrides: list[str]) -> bool:
 
 
 def run_arm(name: str, seed: int, options, say=say) -> dict[str, float | None]:
-    run_dir = options.out / f"{options.task}-{seed}-{name.replace(' ', '-')}"
+    size = f"x{options.replicas}-" if options.replicas > 1 else ""
+    run_dir = options.out / f"{size}{options.task}-{seed}-{name.replace(' ', '-')}"
     data = options.out / f"data-{options.task}-{seed}"
-    overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common_overrides(data, seed)] + ARMS[name]
+    common = common_overrides(data, seed, options.replicas)
+    overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common] + ARMS[name]
     if not is_done(run_dir / "arm.json", overrides):
         shutil.rmtree(run_dir, ignore_errors=True)
         make_data.write(options.task, seed, {"train": TRAINING_PROMPTS, "val": VALIDATION_PROMPTS}, data)
@@ -135,10 +139,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--budget", type=float, default=300.0, help="wall seconds per run after start-up")
     parser.add_argument("--task", default="search", help="a task of bench/testbed")
+    parser.add_argument("--replicas", type=int, default=1, help="vLLM replicas; routing needs two")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablation")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
+    if options.replicas < 1:
+        parser.error("--replicas must be at least 1")
     names, seeds = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")]
     unknown = [name for name in names if name not in ARMS]
     if unknown:
@@ -164,7 +171,8 @@ def report(found, failed: list[str], options) -> int:
     rows = table({name: seeds for name, seeds in found.items() if seeds})
     notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
              f"{time.strftime('%Y-%m-%d')}, commit {commit()}",
-             f"{platform.machine()}, {cpu_model()}, {os.cpu_count()} cores for one trainer and one rollout replica",
+             f"{platform.machine()}, {cpu_model()}, {os.cpu_count()} cores for one trainer and {options.replicas} "
+             f"rollout replica{'s' * (options.replicas > 1)}",
              "median [range] over seeds; ratios within a seed; waste as a share of spent tokens"]
     print("\n" + "\n".join(notes) + "\n")
     print_table(rows)

@@ -30,7 +30,7 @@ LOG_KL = "esgrpo/pois/log_kl_rollout_current"
 # Every hook that these runs need, by the kind of process that needs it.
 EXPECTED = {
     "v1-task-runner": {"v1-handshake", "v1-pruned-rows", "v1-final-outputs", "v1-trained-rows", "v1-carry-over",
-                       "v1-carry-checkpoint", "v1-failure-is-loud", "register-grpo-segment", "metrics-keep-prefix",
+                       "v1-carry-checkpoint", "v1-reissued-groups", "v1-failure-is-loud", "register-grpo-segment", "metrics-keep-prefix",
                        "server-control", "replica-finish-group"},
     "agent-loop-worker": {"client-attempts", "group-members", "v1-response-rows", "resume-without-sleep"},
     "actor-worker": {"register-policy-losses", "policy-loss-context", "cpu-process-group"},
@@ -173,3 +173,16 @@ def test_nothing_is_lost_at_checkpoint_and_restart(colocate, tmp_path):
     missing = set(before["waiting"]) - set(pool[-1]["groups"]) - set(pool[-1]["waiting"])
     assert len(missing) == pool[-1]["dropped"]  # complete before the restart, and too old by now
     assert pool[-1]["trained_carried"] > 0
+    check_restart(run_dir, before)
+
+
+def check_restart(run_dir: Path, before: dict) -> None:
+    """What verl generates a second time is counted, said and logged with the first step."""
+    (lost,) = read(str(run_dir), "restart")
+    assert 0 < lost["groups"] <= len(before["waiting"])
+    assert lost["finished"] + lost["running"] == lost["groups"] * GROUP_SIZE and lost["running"] > 0
+    ended = Counter((row["group"], row["member"]) for row in read(str(run_dir), "responses"))
+    assert sum(count > 1 for count in ended.values()) >= lost["finished"]  # more may have ended after the checkpoint
+    assert f"restart: {lost['groups']} prompt groups were unfinished" in (run_dir / "log.txt").read_text()
+    rows = metrics_of(run_dir, "esgrpo/restart/tokens")
+    assert [row["esgrpo/restart/tokens"] for row in rows] == [lost["tokens"]]

@@ -16,10 +16,10 @@ def test_a_small_run_in_every_arm(tmp_path, capsys):
     assert said.startswith("SIMULATED")
     result = json.loads(path.read_text())
     arms = result["arms"]
-    assert result["simulated"] and set(arms) == {"uniform", "greso", "sampler"}
+    assert result["simulated"] and set(arms) == {"uniform", "greso", "sampler", "tuned"}
     assert min(arms["sampler"]["gradient"]["seeds"]) > max(arms["uniform"]["gradient"]["seeds"])
     assert arms["uniform"]["distinct"]["mean"] == 1.0 and arms["uniform"]["most_often"]["mean"] == 6
-    assert result["sampler_beats_greso"].keys() == {"gradient", "gain"} and "sampler beats greso" in said
+    assert result["beats_greso"]["sampler"].keys() == {"gradient", "gain"} and "sampler beats greso" in said
     rests = result["rest_share"]["tried"]  # a longer rest repeats less
     assert rests["0.5"]["most_often"]["mean"] < rests["0.0"]["most_often"]["mean"]
     assert abs(arms["sampler"]["expected"]["mean"] - arms["sampler"]["realised"]["mean"]) < 0.15
