@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from bench.prompt_sampling import commit
+from bench.startup import commit
 from esgrpo import config
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import Finished, GroupPruner

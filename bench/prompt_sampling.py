@@ -22,15 +22,14 @@ import json
 import math
 import random
 import statistics
-import subprocess
 import sys
 from collections import Counter, deque
 from pathlib import Path
 
+from bench.startup import commit
 from esgrpo import config
 from esgrpo.algo.prompt_sampling import REST_SHARE, PromptSampler, has_gradient
 
-ROOT = Path(__file__).resolve().parent.parent
 SEEDS, TUNING_SEEDS = "0,1,2", "100,101,102"
 REST_SHARES = (0.0, 0.05, 0.1, 0.25, 0.5)  # of the prompts, tried with the tuning seeds
 MEASURES = {"gradient": "groups with gradient", "gain": "p(1-p)^2"}  # what arms are compared by
@@ -161,11 +160,6 @@ def verdict(arms: dict[str, dict], ours: str = "sampler", other: str = "greso") 
         above = [a > b for a, b in zip(arms[ours][measure]["seeds"], arms[other][measure]["seeds"], strict=True)]
         said[measure] = "yes" if all(above) else "not in every seed" if any(above) else "no"
     return said
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def show(name: str, measures: dict[str, dict]) -> None:
