@@ -95,7 +95,7 @@ def test_masking_writes_both_masks_and_says_which(queue):
     assert int(queue.rows["a_1_0"]["loss_mask"].sum()) == 0 and int(queue.rows["a_0_0"]["loss_mask"].sum()) == 3
 
 
-def trained(queue, monkeypatch, tmp_path, hooked: bool):
+def trained(queue, monkeypatch, tmp_path, hooked: bool, change=lambda queue: None):
     """verl's own _compute_metrics on a sampled batch; returns (records of trained rows, metrics)."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -106,6 +106,7 @@ def trained(queue, monkeypatch, tmp_path, hooked: bool):
     sampled(queue)
     put(queue, "c_0_0", 2)
     put(queue, "c_0_1", 4)
+    change(queue)
     for number, (key, row) in enumerate(queue.rows.items()):
         row["response_mask"] = row["response_mask"].bool()
         prompt = torch.ones(2 + number % 2, dtype=torch.int64)  # of different lengths, or the queue would stack them
@@ -131,6 +132,26 @@ def test_trained_rows_leave_out_padding_and_all_outputs_but_the_last(queue, monk
     assert all(row["correct"] for row in rows)  # acc decides, the scores are zero
     assert metrics["training/global_step"] == 3 and metrics["esgrpo/bubble_rate"] == 0.5
     assert "esgrpo/prune/rate" in metrics
+
+
+def test_audited_pruning_is_reported_with_its_length_bias(queue, monkeypatch, tmp_path):
+    """The long one of three was exempted with probability 1/4: it stands for three that would have been pruned."""
+    audited = {"enable": True, "prune": {"finish_group_after": 2, "audit": {"enable": True}}}
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps(audited))
+    plain = {"candidate": False, "exempted": False, "keep_probability": 1.0, "candidate_rule": "",
+             "tokens_at_decision": None}
+    exempted = {"candidate": True, "exempted": True, "keep_probability": 0.25, "candidate_rule": "enough",
+                "tokens_at_decision": 3, "audit": {"false_rate": 0.5, "false_rate_bound": 0.9, "outcomes": 2}}
+
+    def summaries(queue):
+        for row in queue.rows.values():
+            row["extra_fields"]["esgrpo"] |= plain
+        queue.rows["c_0_1"]["extra_fields"]["esgrpo"] |= exempted
+
+    _, metrics = trained(queue, monkeypatch, tmp_path, hooked=True, change=summaries)
+    assert metrics["esgrpo/prune/false_rate"] == 0.5 and metrics["esgrpo/prune/tokens_saved"] == 3 * (4 - 3)
+    # trained: one long row of two; in complete groups four of five
+    assert metrics["esgrpo/length_bias/enough"] == pytest.approx(4 / 5 - 1 / 2)
 
 
 def test_without_the_hook_nothing_of_this_is_said(queue, monkeypatch, tmp_path):

@@ -142,6 +142,7 @@ def test_separate_async_logs_what_it_did(separate):
     updates = metrics_of(separate, LOG_KL)
     assert len(updates) == STEPS
     assert all("esgrpo/bubble_rate" in row and "esgrpo/prune/rate" in row for row in updates)
+    assert any("esgrpo/length_bias/enough" in row and "esgrpo/prune/false_rate_bound" in row for row in updates)
     assert {row["esgrpo/pois/optimizer_steps_per_version"] for row in updates} == {OPTIMISER_STEPS}
     assert max(row["esgrpo/version_span/max"] for row in updates) > 1
 
