@@ -120,7 +120,7 @@ class Response:
         self.made += 1
         self.first_version = world.version if self.first_version is None else self.first_version
         member = world.worker.esgrpo_members[request.fields["group"], request.fields["member"]]
-        self.after_ask += member.asked_to_finish
+        self.after_ask += member.doomed
 
 
 class World:

@@ -137,7 +137,7 @@ async def checkpoint(worker, group: str) -> None:
         if verdict.prune:
             doomed.setdefault(verdict.rule, []).append(number)
     for rule, numbers in doomed.items():
-        await group_members.finish_members(worker, group, numbers, rule, servers)
+        await group_members.finish_members(group, numbers, rule, servers)
 
 
 async def progress(servers, group: str) -> dict[int, int]:

@@ -98,14 +98,10 @@ async def servers_of(worker) -> list:
     return await worker.llm_client._load_balancer.__ray_call__.remote(_handles)
 
 
-async def finish_members(worker, group: str, numbers: list[int], rule: str, servers: list) -> None:
+async def finish_members(group: str, numbers: list[int], rule: str, servers: list) -> None:
     """Ask every replica to end these members with the tokens they have; a member lives on one of them."""
     import asyncio
 
-    for number in numbers:
-        member = worker.esgrpo_members.get((group, number))
-        if member is not None:
-            member.asked_to_finish = True
     await asyncio.gather(*[server.esgrpo_finish_group.remote(group, numbers, rule) for server in servers])
 
 
