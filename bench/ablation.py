@@ -28,6 +28,7 @@ from pathlib import Path
 
 from bench import arm, compare
 from bench.quickstart import ROOT, VALIDATION_PROMPTS, common_overrides, cpu_model, print_table, say
+from bench.startup import commit
 from bench.testbed import make_data
 
 SEGMENT = "+actor_rollout_ref.rollout.segment"
@@ -72,6 +73,7 @@ def measures(run_dir: Path) -> dict[str, float | None]:
         return next((m[key] for m in reversed(metrics) if key in m), None)
 
     kept = [m["esgrpo/sync/kept"] for m in metrics if "esgrpo/sync/kept" in m]
+    moved = [m["esgrpo/routing/moves"] for m in metrics if "esgrpo/routing/moves" in m]
     spent = max(1, result.balance["spent"])
     bias = [v for m in metrics[-1:] for k, v in m.items() if k.startswith("esgrpo/length_bias/")]
     return {
@@ -85,6 +87,7 @@ def measures(run_dir: Path) -> dict[str, float | None]:
         "false-prune rate": last("esgrpo/prune/false_rate"),
         "length bias": max(bias) if bias else None,
         "requests kept per sync": statistics.mean(kept) if kept else None,
+        "requests moved": sum(moved) if moved else None,
         "tail ratio": result.tail_ratio,
     }
 
@@ -137,9 +140,11 @@ def prepare_data(seeds: list[int], options) -> None:
 
 
 def run_arm(name: str, seed: int, options, say=say) -> dict[str, float | None]:
-    run_dir = options.out / f"{options.task}-{seed}-{name.replace(' ', '-')}"
+    size = f"x{options.replicas}-" if options.replicas > 1 else ""
+    run_dir = options.out / f"{size}{options.task}-{seed}-{name.replace(' ', '-')}"
     data = data_of(seed, options)
-    overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common_overrides(data, seed)] + ARMS[name]
+    common = common_overrides(data, seed, options.replicas)
+    overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common] + ARMS[name]
     if not is_done(run_dir / "arm.json", overrides):
         shutil.rmtree(run_dir, ignore_errors=True)
         arm.run(f"{name} seed {seed}", overrides, run_dir, ROOT / "overlay", budget_s=options.budget, say=say)
@@ -163,7 +168,8 @@ def run_side_by_side(pairs: list[tuple[str, int]], options) -> None:
                 running[slot] = subprocess.Popen(
                     [*OWN_TMP, own_tmp, sys.executable, "-m", "bench.ablation", "--arms", name, "--seeds", str(seed),
                      "--task", options.task, "--budget", str(options.budget), "--prompts", str(options.prompts),
-                     "--out", str(options.out)], cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+                     "--replicas", str(options.replicas), "--out", str(options.out)], cwd=ROOT,
+                    stdout=subprocess.DEVNULL, start_new_session=True)
                 os.sched_setaffinity(0, cores)
                 say(f"ablation: {name} seed {seed} on cores {sorted(slots[slot])}, {len(waiting)} to start")
             time.sleep(POLL_S)
@@ -175,11 +181,6 @@ def run_side_by_side(pairs: list[tuple[str, int]], options) -> None:
     os.sched_setaffinity(0, slots[0])  # for a run that failed: the caller makes it again
 
 
-def commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__.splitlines()[0])
     parser.add_argument("--arms", default=",".join(ARMS), help="which of: " + ", ".join(ARMS))
@@ -187,12 +188,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=300.0, help="wall seconds per run after start-up")
     parser.add_argument("--task", default="search", help="a task of bench/testbed")
     parser.add_argument("--prompts", type=int, default=TRAINING_PROMPTS, help="of the training set")
+    parser.add_argument("--replicas", type=int, default=1, help="vLLM replicas of a run; routing needs two")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--cores", type=int, default=2, help="of each of them")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablation")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
+    if options.replicas < 1:
+        parser.error("--replicas must be at least 1")
     names, seeds = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")]
     unknown = [name for name in names if name not in ARMS]
     if unknown:
@@ -231,8 +235,8 @@ def report(found, failed: list[str], options) -> int:
     rows = table({name: seeds for name, seeds in found.items() if seeds})
     notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
-             f"{platform.machine()}, {cpu_model()}, "
-             f"{options.cores} cores a run for one trainer and one rollout replica, {options.jobs} runs side by side",
+             f"{platform.machine()}, {cpu_model()}, {options.cores} cores a run for one trainer and {options.replicas} "
+             f"rollout replica{'s' * (options.replicas > 1)}, {options.jobs} runs side by side",
              "median [range] over seeds; ratios within a seed; waste as a share of spent tokens"]
     print("\n" + "\n".join(notes) + "\n")
     print_table(rows)

@@ -1,4 +1,6 @@
-"""Is the gradient of audited pruning the gradient of the whole group? `python -m bench.estimator_bias` prints a table.
+"""Is the gradient of audited pruning the gradient of the whole group? A simulation.
+
+    python -m bench.estimator_bias --json bench/results/estimator_bias.json
 
 A policy over four kinds of responses (short or long, right or wrong), one softmax parameter, groups of n. The real
 GroupPruner decides at every ending, with the coin; what it prunes is never scored. Each estimator is compared with
@@ -9,13 +11,17 @@ Unbiased: mean difference within three standard errors of 0. The controls must b
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from bench.startup import commit
 from esgrpo import config
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import Finished, GroupPruner
@@ -185,21 +191,45 @@ def table(name: str, groups: int, seed: int, penalty: float = 0.0) -> dict[str, 
     return result
 
 
-def main() -> None:
+def over_seeds(scenario: str, groups: int, seeds: list[int], penalty: float) -> dict[str, dict]:
+    """Of every estimator: mean bias and variance, z of every seed, and whether none of them is beyond the limit."""
+    tables = [table(scenario, groups, seed, penalty) for seed in seeds]
+    shares = [found.pop("pruned rows")["share"] for found in tables]
+    rows = {}
+    for name in tables[0]:
+        z = [found[name]["z"] for found in tables]
+        rows[name] = {"bias": statistics.fmean(found[name]["bias"] for found in tables), "z": z,
+                      "variance": statistics.fmean(found[name]["variance"] for found in tables),
+                      "within_limit": max(map(abs, z)) <= LIMIT}
+    return {"pruned_share": statistics.fmean(shares), "estimators": rows}
+
+
+def show(scenario: str, found: dict) -> None:
+    print(f"\n{scenario}: {found['pruned_share']:.1%} of the responses pruned")
+    print(f"{'estimator':32}{'bias':>10}{'variance':>10}  z of every seed; within {LIMIT:g} standard errors?")
+    for name, row in found["estimators"].items():
+        print(f"{name:32}{row['bias']:>+10.2%}{row['variance']:>10.2f}  {' '.join(f'{z:+.1f}' for z in row['z'])}  "
+              f"{'yes' if row['within_limit'] else 'NO'}")
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--groups", type=int, default=60_000)
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--groups", type=int, default=20_000, help="per scenario and seed")
+    parser.add_argument("--seeds", default="7,8,9")
     parser.add_argument("--penalty", type=float, default=0.0, help="overlong penalty of the longest response")
-    arguments = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="write the result here, too")
+    options = parser.parse_args(argv)
+    started, found = time.monotonic(), {}
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    print(f"SIMULATED, {options.groups} groups of {SIZE} per seed, seeds {options.seeds}, penalty {options.penalty}")
     for scenario in SCENARIOS:
-        result = table(scenario, arguments.groups, arguments.seed, arguments.penalty)
-        share = result.pop("pruned rows")["share"]
-        print(f"\n{scenario}: {arguments.groups} groups of {SIZE}, {share:.1%} of the responses pruned, seed "
-              f"{arguments.seed}, penalty {arguments.penalty}")
-        print(f"{'estimator':32}{'bias':>10}{'z':>9}{'variance':>10}  unbiased within {LIMIT:g} standard errors")
-        for name, row in result.items():
-            print(f"{name:32}{row['bias']:>+10.2%}{row['z']:>+9.1f}{row['variance']:>10.2f}  "
-                  f"{'yes' if abs(row['z']) <= LIMIT else 'NO'}")
+        found[scenario] = over_seeds(scenario, options.groups, seeds, options.penalty)
+        show(scenario, found[scenario])
+    if options.json:
+        result = {"simulated": True, "commit": commit(), "groups": options.groups, "seeds": seeds, "size": SIZE,
+                  "penalty": options.penalty, "seconds": round(time.monotonic() - started), "scenarios": found}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Simulated: what choosing prompts is worth, in groups with gradient per group that was rolled out.
 
-    python -m bench.prompt_sampling [--prompts 2000] [--groups 8000] [--json PATH]
+    python -m bench.prompt_sampling --json bench/results/prompt_sampling.json    # a minute
 
 No model is trained here. Each prompt has a probability of a correct response that drifts by itself, the same in every
 arm: on average upwards, as under training, at a pace of its own, with noise. What a chosen prompt teaches is not
@@ -9,6 +9,10 @@ new shuffle every epoch, as verl does), `greso` (arXiv 2506.02177: a shuffle, of
 probability 1 - max(p^c, 0.01) after c visits without gradient in a row; p of easy and hard prompts adapts towards a
 share of 0.25 without gradient, one third of them easy), and `sampler` (algo/prompt_sampling.py on algo/history.py).
 Outcomes come back after `--lag` further groups have started.
+
+How long a taken prompt rests is tuned with other seeds than the ones that the comparison is made with. What it costs to
+train a prompt again soon is not modelled, so that the shortest rest always looks best here: `tuned` is a bound on what
+the rest is worth, not a setting to copy, and `most often` says how the choice repeats itself.
 """
 
 from __future__ import annotations
@@ -18,16 +22,17 @@ import json
 import math
 import random
 import statistics
-import subprocess
 import sys
 from collections import Counter, deque
 from pathlib import Path
 
+from bench.startup import commit
 from esgrpo import config
-from esgrpo.algo.prompt_sampling import PromptSampler, has_gradient
+from esgrpo.algo.prompt_sampling import REST_SHARE, PromptSampler, has_gradient
 
-ROOT = Path(__file__).resolve().parent.parent
-SEEDS = (0, 1, 2)
+SEEDS, TUNING_SEEDS = "0,1,2", "100,101,102"
+REST_SHARES = (0.0, 0.05, 0.1, 0.25, 0.5)  # of the prompts, tried with the tuning seeds
+MEASURES = {"gradient": "groups with gradient", "gain": "p(1-p)^2"}  # what arms are compared by
 RESPONSES = 8
 GROUPS_PER_VERSION = 16
 LENGTH = 100  # tokens of every response: lengths play no part here
@@ -101,11 +106,12 @@ class Greso(Uniform):
 
 
 class Sampler:
-    def __init__(self, prompts: int, rng: random.Random):
+    def __init__(self, prompts: int, rng: random.Random, rest_share: float = REST_SHARE):
         from esgrpo.algo.history import PromptHistory
 
         self.history = PromptHistory(config.History(enable=True))
         self.sampler = PromptSampler(config.Sampler(enable=True), self.history, rng, prompts, str, RESPONSES)
+        self.sampler.rest = int(prompts * rest_share)
         self.take = self.sampler.take
 
     def outcome(self, prompt: int, correct: list[bool], version: int) -> None:
@@ -116,10 +122,10 @@ class Sampler:
 ARMS = {"uniform": Uniform, "greso": Greso, "sampler": Sampler}
 
 
-def run(arm: str, prompts: int, groups: int, lag: int, seed: int) -> dict[str, float]:
+def run(arm: str, prompts: int, groups: int, lag: int, seed: int, **options) -> dict[str, float]:
     """One arm, one seed; shares of the rolled-out groups."""
     rng, population, waiting, taken = random.Random(f"{arm} {seed}"), Population(prompts, seed), deque(), Counter()
-    rule, useful, squares = ARMS[arm](prompts, rng), 0, 0.0
+    rule, useful, squares = ARMS[arm](prompts, rng, **options), 0, 0.0
     for number in range(groups):
         version = number // GROUPS_PER_VERSION
         if number and number % GROUPS_PER_VERSION == 0:
@@ -141,19 +147,26 @@ def run(arm: str, prompts: int, groups: int, lag: int, seed: int) -> dict[str, f
     return found
 
 
-def compare(prompts: int, groups: int, lag: int) -> dict[str, dict]:
-    """Mean and the values of all seeds, per arm and measure."""
-    result = {}
-    for arm in ARMS:
-        rows = [run(arm, prompts, groups, lag, seed) for seed in SEEDS]
-        result[arm] = {name: {"mean": round(statistics.fmean(row[name] for row in rows), 4),
-                              "seeds": [round(row[name], 4) for row in rows]} for name in rows[0]}
-    return result
+def summary(rows: list[dict[str, float]]) -> dict[str, dict]:
+    """Mean and the values of all seeds, per measure."""
+    return {name: {"mean": round(statistics.fmean(row[name] for row in rows), 4),
+                   "seeds": [round(row[name], 4) for row in rows]} for name in rows[0]}
 
 
-def commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+def verdict(arms: dict[str, dict], ours: str = "sampler", other: str = "greso") -> dict[str, str]:
+    """Per measure: `yes` when ours is above the other in every seed, `no` when in none, else `not in every seed`."""
+    said = {}
+    for measure in MEASURES:
+        above = [a > b for a, b in zip(arms[ours][measure]["seeds"], arms[other][measure]["seeds"], strict=True)]
+        said[measure] = "yes" if all(above) else "not in every seed" if any(above) else "no"
+    return said
+
+
+def show(name: str, measures: dict[str, dict]) -> None:
+    spread = " .. ".join(f"{choose(measures['gradient']['seeds']):.3f}" for choose in (min, max))
+    print(f"{name:11} groups with gradient {measures['gradient']['mean']:.3f} ({spread}), p(1-p)^2 "
+          f"{measures['gain']['mean']:.4f}, prompts seen {measures['distinct']['mean']:.2f}, most often "
+          f"{measures['most_often']['mean']:.0f}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -161,22 +174,34 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=2000)
     parser.add_argument("--groups", type=int, default=8000, help="groups that are rolled out")
     parser.add_argument("--lag", type=int, default=32, help="groups that start before an outcome is known")
+    parser.add_argument("--seeds", default=SEEDS, help="of the comparison")
+    parser.add_argument("--tuning-seeds", default=TUNING_SEEDS, help="of the rest shares; none of --seeds")
     parser.add_argument("--json", type=Path, help="write the result here, too")
     options = parser.parse_args(argv)
+    seeds, tuning = ([int(seed) for seed in text.split(",")] for text in (options.seeds, options.tuning_seeds))
     if min(options.prompts, options.groups) < 1 or options.lag < 0:
         parser.error("--prompts and --groups must be at least 1, --lag at least 0")
-    found = compare(options.prompts, options.groups, options.lag)
-    print(f"SIMULATED, {len(SEEDS)} seeds, {options.prompts} prompts, {options.groups} groups of {RESPONSES}")
-    for arm, measures in found.items():
-        spread = " .. ".join(f"{value:.3f}" for value in (min(measures["gradient"]["seeds"]),
-                                                          max(measures["gradient"]["seeds"])))
-        print(f"{arm:8} groups with gradient {measures['gradient']['mean']:.3f} ({spread}), p(1-p)^2 "
-              f"{measures['gain']['mean']:.4f}, prompts seen {measures['distinct']['mean']:.2f}, most often "
-              f"{measures['most_often']['mean']:.0f}")
+    if set(seeds) & set(tuning):
+        parser.error("a seed of --tuning-seeds is among --seeds: the comparison would be of what was tuned for it")
+    size = options.prompts, options.groups, options.lag
+    found = {name: summary([run(name, *size, seed) for seed in seeds]) for name in ARMS}
+    rests = {str(share): summary([run("sampler", *size, seed, rest_share=share) for seed in tuning])
+             for share in REST_SHARES}
+    best = max(rests, key=lambda share: rests[share]["gradient"]["mean"])
+    found["tuned"] = summary([run("sampler", *size, seed, rest_share=float(best)) for seed in seeds])
+    beats = {name: verdict(found, name) for name in ("sampler", "tuned")}
+    print(f"SIMULATED, seeds {options.seeds}, {options.prompts} prompts, {options.groups} groups of {RESPONSES}")
+    for name, measures in found.items():
+        show(name, measures)
+    for name, by_measure in beats.items():
+        print(f"{name} beats greso: {', '.join(f'{MEASURES[measure]} {said}' for measure, said in by_measure.items())}")
+    print(f"rest of a taken prompt as a share of the prompts, seeds {options.tuning_seeds}; in use: {REST_SHARE}")
+    for share, measures in rests.items():
+        show(f"rest {share}", measures)
     if options.json:
-        result = {"simulated": True, "command": f"python -m bench.prompt_sampling --prompts {options.prompts} --groups "
-                  f"{options.groups} --lag {options.lag} --json {options.json}", "commit": commit(), "seeds": SEEDS,
-                  "responses": RESPONSES, "arms": found}
+        result = {"simulated": True, "command": "python -m bench.prompt_sampling " + " ".join(argv or sys.argv[1:]),
+                  "commit": commit(), "seeds": seeds, "responses": RESPONSES, "beats_greso": beats,
+                  "arms": found, "rest_share": {"in_use": REST_SHARE, "seeds": tuning, "tried": rests, "tuned": best}}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -40,10 +40,10 @@ def say(text: str) -> None:
     print(f"esgrpo: {text}", flush=True)
 
 
-def common_overrides(data: Path, seed: int) -> list[str]:
+def common_overrides(data: Path, seed: int, replicas: int = 1) -> list[str]:
     return [
         *stack.fully_async(str(TESTBED / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
-                               str(TESTBED / "reward.py"), "RUN_DIR"),
+                               str(TESTBED / "reward.py"), "RUN_DIR", replicas=replicas),
         f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
         "trainer.val_before_train=True", "trainer.test_freq=5", 'trainer.logger=["console","file"]',

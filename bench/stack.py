@@ -84,19 +84,19 @@ def _task(model, train_file, val_file, reward_file, run_dir, prompt_length, resp
 def fully_async(model: str, train_file: str, val_file: str, reward_file: str, run_dir: str, *,
                 prompt_length: int = 64, response_length: int = 512, group_size: int = 8, mini_batch: int = 8,
                 rollout_steps: int = 1_000_000, staleness: float = 0.5, sync_every: int = 1, concurrent: int = 8,
-                learning_rate: float = 3e-4, max_num_seqs: int = 64) -> list[str]:
-    """Overrides of verl's fully-async GRPO: one trainer, one rollout replica.
+                learning_rate: float = 3e-4, max_num_seqs: int = 64, replicas: int = 1) -> list[str]:
+    """Overrides of verl's fully-async GRPO: one trainer, `replicas` standalone rollout replicas.
 
     Lengths are tokens, `mini_batch`, `concurrent` and `rollout_steps` are prompts (groups of `group_size` responses).
     """
     rollout = "actor_rollout_ref.rollout"
     return [
-        *_machine(2), "actor_rollout_ref.hybrid_engine=False",
+        *_machine(1 + replicas), "actor_rollout_ref.hybrid_engine=False",
         f"{rollout}.checkpoint_engine.backend={_CHECKPOINT_ENGINE}",
         *_task(model, train_file, val_file, reward_file, run_dir, prompt_length, response_length, group_size,
                mini_batch, learning_rate, max_num_seqs),
         "data.train_batch_size=0", "data.gen_batch_size=1",
-        "rollout.nnodes=1", "rollout.n_gpus_per_node=1", f"rollout.n={group_size}",
+        "rollout.nnodes=1", f"rollout.n_gpus_per_node={replicas}", f"rollout.n={group_size}",
         f"rollout.total_rollout_steps={rollout_steps}",
         f"async_training.staleness_threshold={staleness}", f"async_training.trigger_parameter_sync_step={sync_every}",
         "async_training.require_batches=1", "async_training.partial_rollout=True",

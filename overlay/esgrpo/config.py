@@ -83,7 +83,7 @@ class Prune:
     resolved: Resolved = field(default_factory=Resolved)
     audit: Audit = field(default_factory=Audit)
     finish_group_after: int = _number(
-        0, 0, None, "finish the stragglers of a group once this many members are done; 0 never does"
+        0, 0, None, "stragglers may be pruned once this many members are done, right and wrong ones; needs the audit"
     )
 
 
@@ -172,11 +172,7 @@ class Segment:
     @property
     def prunes(self) -> bool:
         prune = self.prune
-        return self.enable and (prune.repetition.enable or prune.hopeless or self.prunes_groups)
-
-    @property
-    def prunes_groups(self) -> bool:
-        return self.enable and (self.prune.resolved.enable or self.prune.finish_group_after > 0)
+        return self.enable and (prune.repetition.enable or prune.hopeless or self.weighted)
 
     @property
     def keeps(self) -> bool:
@@ -185,8 +181,8 @@ class Segment:
 
     @property
     def weighted(self) -> bool:
-        """Rows carry the inverse of their keep probability."""
-        return self.prunes_groups and self.prune.audit.enable
+        """Group rules prune, always under the audit: rows carry the inverse of their keep probability."""
+        return self.enable and (self.prune.resolved.enable or self.prune.finish_group_after > 0)
 
 
 # What a profile sets where the user says nothing. `static` is UloRL's carry-over, the baseline of `elastic`.
@@ -303,6 +299,11 @@ def _check_sections(segment: Segment) -> None:
         needs("sampler.enable", f"{PREFIX}.history.enable", "there would be no posterior to sample from")
     if segment.prune.resolved.enable and not segment.prune.audit.enable:
         needs("prune.resolved.enable", f"{PREFIX}.prune.audit.enable", "nothing would measure wrongly pruned responses")
+    if segment.prune.finish_group_after and not segment.prune.audit.enable:
+        raise ConfigError(f"{PREFIX}.prune.finish_group_after", str(segment.prune.finish_group_after),
+                          f"0 without {PREFIX}.prune.audit.enable",
+                          "optional stopping drops long answers and nothing would weigh the rows that are kept, the "
+                          "run does not start", "set prune.audit.enable=True or drop the key")
     for section, enable in (("history", segment.history.enable), ("elastic", segment.elastic.enable)):
         if enable and not segment.enable:
             needs(f"{section}.enable", f"{PREFIX}.enable", f"{section} acts on segments")

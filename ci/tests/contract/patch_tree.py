@@ -6,6 +6,8 @@ import ast
 import shutil
 from pathlib import Path
 
+import pytest
+
 from ci.tests.contract import patched
 
 SERVER = "verl/workers/rollout/vllm_rollout/vllm_async_server.py"
@@ -33,6 +35,21 @@ def tree(version: str, directory: Path, slugs=(), whole: bool = False) -> Path:
         shutil.copytree(source(version) / "verl", directory / "verl")
     files = () if whole else tuple(file for slug in series(version) for file in touched(version, slug))
     return patched.tree("verl", f"v{version}", list(slugs), directory, also=files)
+
+
+def fixtures(slug: str, versions, made):
+    """Fixtures `plain` and `patched` of a patch's test module, over its releases: what made(version, directory, slugs)
+    gives without a patch, and with this one alone as well as with the whole series."""
+    @pytest.fixture(params=versions)
+    def plain(request, tmp_path):
+        return made(request.param, tmp_path, ())
+
+    @pytest.fixture(params=[(version, slugs) for version in versions for slugs in ("alone", "series")], ids="-".join)
+    def patched(request, tmp_path):
+        version, slugs = request.param
+        return made(version, tmp_path, (slug,) if slugs == "alone" else series(version))
+
+    return plain, patched
 
 
 def lifted(path: Path, name: str, methods: tuple[str, ...], base: type, names: dict) -> type:

@@ -53,11 +53,11 @@ def group(worker, results, forecast=CERTAIN):
     async def loop(worker_, tokens, result):
         member = attempts.current.get()
         worker_.running[member.number] = tokens
-        while not release[tokens].is_set() and not member.asked_to_finish:
+        while not release[tokens].is_set() and not member.doomed:
             await asyncio.sleep(0)
         worker_.running.pop(member.number)
         member.tokens, member.spans = tokens, [[0, tokens]]
-        if member.asked_to_finish:
+        if member.doomed:
             member.outcome = "prune"
         # as AgentLoopWorker builds its output: the field is a float, whatever the manager returned
         return SimpleNamespace(reward_score=float(result["reward_score"]),

@@ -2,7 +2,6 @@
 
 import logging
 
-import pytest
 from packaging import version as packaging_version
 
 from ci.tests.contract import patch_scenarios as scenarios
@@ -21,15 +20,7 @@ def server_class(version, directory, slugs):
     return patch_tree.lifted(tree / patch_tree.SERVER, "vLLMHttpServer", ("abort_all_requests",), object, names)
 
 
-@pytest.fixture(params=VERSIONS)
-def plain(request, tmp_path):
-    return server_class(request.param, tmp_path, ())
-
-
-@pytest.fixture(params=[(version, slugs) for version in VERSIONS for slugs in ("alone", "series")], ids="-".join)
-def patched(request, tmp_path):
-    version, slugs = request.param
-    return server_class(version, tmp_path, (SLUG,) if slugs == "alone" else patch_tree.series(version))
+plain, patched = patch_tree.fixtures(SLUG, VERSIONS, server_class)
 
 
 def test_plain_verl_swallows_the_failure(plain):

@@ -19,15 +19,7 @@ def server_class(version, directory, slugs):
                              names)
 
 
-@pytest.fixture(params=VERSIONS)
-def plain(request, tmp_path):
-    return server_class(request.param, tmp_path, ())
-
-
-@pytest.fixture(params=[(version, slugs) for version in VERSIONS for slugs in ("alone", "series")], ids="-".join)
-def patched(request, tmp_path):
-    version, slugs = request.param
-    return server_class(version, tmp_path, (SLUG,) if slugs == "alone" else patch_tree.series(version))
+plain, patched = patch_tree.fixtures(SLUG, VERSIONS, server_class)
 
 
 def test_plain_verl_does_not_find_the_request(plain):

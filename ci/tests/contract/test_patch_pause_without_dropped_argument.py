@@ -21,10 +21,7 @@ def server_class(version, directory, slugs):
     return patch_tree.lifted(tree / patch_tree.SERVER, "vLLMHttpServer", ("abort_all_requests",), object, names)
 
 
-@pytest.fixture(params=[(version, slugs) for version in VERSIONS for slugs in ("alone", "series")], ids="-".join)
-def patched(request, tmp_path):
-    version, slugs = request.param
-    return server_class(version, tmp_path, (SLUG,) if slugs == "alone" else patch_tree.series(version))
+_, patched = patch_tree.fixtures(SLUG, VERSIONS, server_class)
 
 
 @pytest.mark.parametrize("version, where", [("0.9.0", "error"), ("0.9.1", "raised")])

@@ -27,15 +27,7 @@ def token_output(**fields):
     return SimpleNamespace(**{"routed_experts": None, "extra_fields": {}, **fields})
 
 
-@pytest.fixture(params=VERSIONS)
-def plain(request, tmp_path):
-    return client_class(request.param, tmp_path, ())
-
-
-@pytest.fixture(params=[(version, slugs) for version in VERSIONS for slugs in ("alone", "series")], ids="-".join)
-def patched(request, tmp_path):
-    version, slugs = request.param
-    return client_class(version, tmp_path, (SLUG,) if slugs == "alone" else patch_tree.series(version))
+plain, patched = patch_tree.fixtures(SLUG, VERSIONS, client_class)
 
 
 def test_plain_verl_lets_an_interrupted_response_grow(plain):

@@ -32,15 +32,7 @@ def client_class(version, directory, slugs):
                              scenarios.Attempts, names), sleeps
 
 
-@pytest.fixture(params=VERSIONS)
-def plain(request, tmp_path):
-    return client_class(request.param, tmp_path, ())
-
-
-@pytest.fixture(params=[(version, slugs) for version in VERSIONS for slugs in ("alone", "series")], ids="-".join)
-def patched(request, tmp_path):
-    version, slugs = request.param
-    return client_class(version, tmp_path, (SLUG,) if slugs == "alone" else patch_tree.series(version))
+plain, patched = patch_tree.fixtures(SLUG, VERSIONS, client_class)
 
 
 @pytest.fixture

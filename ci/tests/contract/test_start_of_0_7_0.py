@@ -61,7 +61,7 @@ def start(run_python, overlay, tree):
 
 
 def test_the_settings_reach_every_worker(start):
-    answer = json.loads(start(*ON, f"{SEGMENT}.prune.finish_group_after=1", f"{LOSS}=pois").stdout.splitlines()[-1])
+    answer = json.loads(start(*ON, f"{SEGMENT}.prune.repetition.enable=True", f"{LOSS}=pois").stdout.splitlines()[-1])
     assert answer["env"]["ESGRPO_FEATURES"] == "observe,pois,prune,segment" and answer["handshake"]
     assert json.loads(answer["env"]["ESGRPO_SEGMENT"])["segment_length"] == 64
     assert json.loads(answer["env"]["ESGRPO_FACTS"])["optimizer_steps_per_version"] == 4

@@ -192,12 +192,7 @@ def test_a_step_saves_the_history_and_logs_the_sampler(prepared, tmp_path):
     owners.hooked(prepared, trainer_base.PPOTrainer, "_consume_sync_metrics", "v1_prompt_steps")
     trainer = owners.bare(PPOTrainerSync, config=owners.settings(), _pending_sync_metrics={"verl": 1.0})
     owners.mixed(owners.history_of(trainer), [1])
-    saved = []
-    module = SimpleNamespace(path=lambda: str(tmp_path / "history.json"),
-                             write_or_say=lambda file, state: saved.append((file, json.dumps(state))))
-    import esgrpo.hooks.verl as package
-
-    prepared.setattr(package, "prompt_history", module, raising=False)
+    prepared.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     trainer.esgrpo_prompt_order = SimpleNamespace(prompts=SimpleNamespace(metrics=lambda: {"coverage": 0.5}))
     assert trainer._consume_sync_metrics() == {"verl": 1.0, "esgrpo/sampler/coverage": 0.5}
-    assert saved[0][0] == str(tmp_path / "history.json") and owners.key(1) in str(json.loads(saved[0][1]))
+    assert owners.key(1) in str(json.loads((tmp_path / "esgrpo" / "history.json").read_text()))

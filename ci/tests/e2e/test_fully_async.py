@@ -57,6 +57,13 @@ def overrides(tmp_path: Path, run_dir: Path, *extra: str, reward: Path | None = 
             'trainer.logger=["console","file"]', *extra]
 
 
+def stragglers(finish_after: int) -> list[str]:
+    """The group rule `enough` under an audit that is satisfied with its first outcome: a run of seconds sees prunes."""
+    audit = {"enable": True, "min_candidates": 1, "max_false_rate": 1.0}
+    return [f"{SEGMENT}.prune.finish_group_after={finish_after}",
+            *[f"{SEGMENT}.prune.audit.{key}={value}" for key, value in audit.items()]]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     tmp_path = tmp_path_factory.mktemp("e2e")
@@ -192,7 +199,7 @@ def test_a_vllm_engine_killed_mid_run_ends_the_run_loudly(tmp_path):
     thread.start()
     with pytest.raises(RuntimeError, match="exit code 1"):
         arm.run("killed", overrides(tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64",
-                                    f"{SEGMENT}.prune.finish_group_after=3", f"{SEGMENT}.dmmpt.enable=True",
+                                    *stragglers(2), f"{SEGMENT}.dmmpt.enable=True",
                                     f"{SEGMENT}.dmmpt.sigma=2.0",
                                     "actor_rollout_ref.actor.policy_loss.loss_mode=sais",
                                     prompts=2000), run_dir, ROOT / "overlay")

@@ -14,7 +14,7 @@ import pytest
 
 from bench import arm, stack
 from bench.testbed import make_data
-from ci.tests.e2e.test_fully_async import EXACT_KL, ROOT, SEGMENT, metrics_of
+from ci.tests.e2e.test_fully_async import EXACT_KL, ROOT, SEGMENT, metrics_of, stragglers
 from esgrpo.hooks.verl.records import read
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 GROUP_SIZE, RESPONSE_LENGTH, STEPS = 4, 384, 4
 FEW_SLOTS = 16  # of the engine: fewer than responses in flight, so that groups are unfinished at every weight sync
 THRESHOLD = 3  # weight versions that a trained group may span
-FINISH_AFTER = 3
+FINISH_AFTER = 2
 OPTIMISER_STEPS = 2  # per weight version of the separate_async run
 POIS = "actor_rollout_ref.actor.policy_loss.loss_mode=pois"
 LOG_KL = "esgrpo/pois/log_kl_rollout_current"
@@ -30,8 +30,8 @@ LOG_KL = "esgrpo/pois/log_kl_rollout_current"
 # Every hook that these runs need, by the kind of process that needs it.
 EXPECTED = {
     "v1-task-runner": {"v1-handshake", "v1-pruned-rows", "v1-final-outputs", "v1-trained-rows", "v1-carry-over",
-                       "v1-carry-checkpoint", "v1-failure-is-loud", "register-grpo-segment", "metrics-keep-prefix",
-                       "server-control", "replica-finish-group"},
+                       "v1-carry-checkpoint", "v1-reissued-groups", "v1-failure-is-loud", "register-grpo-segment",
+                       "metrics-keep-prefix", "server-control", "replica-finish-group"},
     "agent-loop-worker": {"client-attempts", "group-members", "v1-response-rows", "resume-without-sleep"},
     "actor-worker": {"register-policy-losses", "policy-loss-context", "cpu-process-group"},
     "vllm-server": {"server-control", "server-weight-version"},
@@ -57,7 +57,7 @@ def separate(tmp_path_factory) -> Path:
     return run_v1("separate_async", tmp_path_factory.mktemp("separate"), f"{SEGMENT}.enable=True",
                   f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
                   f"{SEGMENT}.prune.repetition.enable=True", f"{SEGMENT}.prune.repetition.min_count=6",
-                  f"{SEGMENT}.prune.finish_group_after={FINISH_AFTER}", mini_batch=4, sync_every=OPTIMISER_STEPS,
+                  *stragglers(FINISH_AFTER), mini_batch=4, sync_every=OPTIMISER_STEPS,
                   steps=STEPS, warmup=1.0, off_policy=THRESHOLD)
 
 
@@ -132,7 +132,7 @@ def test_separate_async_prunes_yields_and_spans_versions(separate):
     responses, trained = read(str(separate), "responses"), read(str(separate), "trained")
     assert any(len(row["spans"]) > 1 for row in responses), "no response lived through a weight sync"
     assert any(row["attempts"] > 1 and row["boundaries"] > 0 for row in responses), "no yield came back"
-    assert {row["rule"] for row in responses if row["outcome"] == "prune"} == {"repetition", "group"}
+    assert {row["rule"] for row in responses if row["outcome"] == "prune"} == {"repetition", "enough"}
     masked = [row for row in trained if row["pruned"]]
     assert masked and all(row["outcome"] == "prune" and not row["gradient"] for row in masked)
     assert any(row["gradient"] for row in trained)
@@ -142,6 +142,7 @@ def test_separate_async_logs_what_it_did(separate):
     updates = metrics_of(separate, LOG_KL)
     assert len(updates) == STEPS
     assert all("esgrpo/bubble_rate" in row and "esgrpo/prune/rate" in row for row in updates)
+    assert any("esgrpo/length_bias/enough" in row and "esgrpo/prune/false_rate_bound" in row for row in updates)
     assert {row["esgrpo/pois/optimizer_steps_per_version"] for row in updates} == {OPTIMISER_STEPS}
     assert max(row["esgrpo/version_span/max"] for row in updates) > 1
 
@@ -173,3 +174,16 @@ def test_nothing_is_lost_at_checkpoint_and_restart(colocate, tmp_path):
     missing = set(before["waiting"]) - set(pool[-1]["groups"]) - set(pool[-1]["waiting"])
     assert len(missing) == pool[-1]["dropped"]  # complete before the restart, and too old by now
     assert pool[-1]["trained_carried"] > 0
+    check_restart(run_dir, before, read(str(colocate), "responses"))
+
+
+def check_restart(run_dir: Path, before: dict, ended: list[dict]) -> None:
+    """What verl generates a second time is counted, said and logged with the first step; `ended` before the restart."""
+    (lost,) = read(str(run_dir), "restart")
+    assert 0 < lost["groups"] <= len(before["waiting"])
+    assert lost["finished"] + lost["running"] == lost["groups"] * GROUP_SIZE and lost["running"] > 0
+    waiting = [row for row in ended if row["group"] in before["waiting"]]  # some of them ended after the checkpoint
+    assert lost["finished"] <= len(waiting) and 0 < lost["tokens"] <= sum(row["tokens"] for row in waiting)
+    assert f"restart: {lost['groups']} prompt groups were unfinished" in (run_dir / "log.txt").read_text()
+    rows = metrics_of(run_dir, "esgrpo/restart/tokens")
+    assert [row["esgrpo/restart/tokens"] for row in rows] == [lost["tokens"]]

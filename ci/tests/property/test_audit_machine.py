@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 
 import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from esgrpo import config
 from esgrpo.algo.audit import AT_LEAST, Audit, Candidate, outcomes_needed, wilson_upper
@@ -106,6 +115,22 @@ class Audited(RuleBasedStateMachine):
         del self.groups[group]
         self.audit.forget(group)
 
+    @rule(size=st.integers(2, 8), score=SCORES)
+    def restart(self, size, score):
+        """The evidence comes back as it was, through a file; groups that ran do not."""
+        again = self.reload(Audit(self.settings, random.Random(0)))
+        for name in RULES:
+            assert again.report(name) == self.audit.report(name)
+            if score <= again.scale(name):
+                candidate = Candidate("next", 0, name, size, 0, size - 1, score)
+                assert again.keep_probability(candidate) == self.audit.keep_probability(candidate)
+        assert again.to_state() == self.audit.to_state()
+        self.audit, self.groups = again, {}
+
+    def reload(self, fresh):
+        fresh.restore(json.loads(json.dumps(self.audit.to_state())))
+        return fresh
+
     @invariant()
     def caps_hold(self):
         for item in getattr(self, "groups", {}).values():
@@ -122,3 +147,31 @@ class Audited(RuleBasedStateMachine):
 
 
 TestAudit = Audited.TestCase
+
+
+def test_the_machine_notices_an_audit_that_starts_empty():
+    """Negative control: what a restart was before the state was kept."""
+    class Forgets(Audited):
+        def reload(self, fresh):
+            return fresh
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Forgets, settings=settings(phases=[Phase.generate], max_examples=200))
+
+
+def test_a_smaller_window_keeps_the_newest_outcomes():
+    state = {"windows": {"enough": [[0.5, False]] * 8 + [[0.25, True]] * 7}, "scales": {"enough": 0.5}}
+    audit = Audit(config.Audit(window=10), random.Random(0))
+    audit.restore(state)
+    assert audit.evidence("enough") == (7, 10) and audit.scale("enough") == 0.5
+
+
+@pytest.mark.parametrize("state", [{}, [], {"windows": {}}, {"windows": {"enough": [[2.0, True]]}, "scales": {}},
+                                   {"windows": {"enough": [[0.5, 1]]}, "scales": {}},
+                                   {"windows": {}, "scales": {"enough": 0.0}}])
+def test_a_damaged_state_is_refused_and_changes_nothing(state):
+    audit = Audit(config.Audit(), random.Random(0))
+    audit.restore({"windows": {"enough": [[0.5, False]]}, "scales": {}})
+    with pytest.raises(ValueError):
+        audit.restore(state)
+    assert audit.evidence("enough") == (0, 1)

@@ -93,7 +93,8 @@ def test_nobody_is_asked_without_a_verdict_and_nothing_stays(case):
 
 
 def many(seed, rule="enough", **values):
-    lengths = [(7, 1000), (11, 1000), (22, 1000), (34, 1000), (43, 1000), (52, 1000)]
+    second = 12 if rule == "enough" else 11  # multiples of three are wrong: this rule waits for both signs
+    lengths = [(7, 1000), (second, 1000), (22, 1000), (34, 1000), (43, 1000), (52, 1000)]
     return {"n": 6, "seed": seed, "replicas": 2, "transit": 3, "scoring": 2, "syncs": {20: False, 30: True},
             "groups": {f"g{i}": lengths for i in range(12)},
             "values": {"enable": True, "seed": seed, "segment_length": 10,
@@ -128,13 +129,12 @@ def test_a_seed_decides_all_coins_and_another_seed_others():
     assert verdicts(3) == verdicts(3) != verdicts(4)
 
 
-def test_without_the_audit_nothing_is_asked_for_progress():
+def test_without_a_group_rule_nothing_is_asked_for_progress():
     case = many(1)
-    case["values"]["prune"] = {"finish_group_after": 2}
+    case["values"]["prune"] = {"repetition": {"enable": True}}
     world, rows = simulate(case)
-    assert world.worker.esgrpo_pruner is None
+    assert world.worker.esgrpo_pruner is None and not any(replica.asks for replica in world.replicas)
     assert all(row.extra_fields["esgrpo"]["keep_probability"] == 1 for row in rows)
-    assert any(row.extra_fields["esgrpo"]["rule"] == "group" for row in rows)
 
 
 def test_rows_without_a_reward_are_judged_by_no_rule():

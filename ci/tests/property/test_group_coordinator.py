@@ -13,13 +13,11 @@ RUNNING = "running"
 
 
 class Groups(RuleBasedStateMachine):
-    @initialize(finish_after=st.integers(0, 4), sizes=st.lists(st.integers(1, 5), min_size=3, max_size=3))
-    def start(self, finish_after, sizes):
-        self.coordinator = GroupCoordinator(finish_after)
-        self.finish_after = finish_after
+    @initialize(sizes=st.lists(st.integers(1, 5), min_size=3, max_size=3))
+    def start(self, sizes):
+        self.coordinator = GroupCoordinator()
         self.sizes = dict(zip(GROUPS, sizes, strict=True))
         self.states = {group: [] for group in GROUPS}  # by member number; empty when the group does not run
-        self.asked = {group: set() for group in GROUPS}
 
     @rule(group=st.sampled_from(GROUPS))
     def join(self, group):
@@ -40,18 +38,10 @@ class Groups(RuleBasedStateMachine):
     def leave(self, data, outcome):
         group, member = data.draw(st.sampled_from(self._members(True)))
         states = self.states[group]
-        ask = self.coordinator.leave(group, member, outcome)
+        self.coordinator.leave(group, member, outcome)
         states[member] = outcome
         if len(states) == self.sizes[group] and RUNNING not in states:
-            assert ask == []
-            self.states[group], self.asked[group] = [], set()
-            return
-        assert not self.asked[group] & set(ask), "asked twice"
-        assert all(states[other] == RUNNING for other in ask)
-        running = {other for other, state in enumerate(states) if state == RUNNING}
-        enough = 0 < self.finish_after <= states.count(FINISHED)
-        assert set(ask) == (running - self.asked[group] if enough else set())
-        self.asked[group].update(ask)
+            self.states[group] = []
 
     @precondition(lambda self: self._members(False))
     @rule(data=st.data(), outcome=st.sampled_from([FINISHED, PRUNED, FAILED]))
@@ -64,14 +54,6 @@ class Groups(RuleBasedStateMachine):
     def only_groups_with_somebody_left_are_kept(self):
         if hasattr(self, "coordinator"):
             assert set(self.coordinator.groups) == {group for group, states in self.states.items() if states}
-
-    @invariant()
-    def is_asked_says_who_was_asked(self):
-        if hasattr(self, "coordinator"):
-            for group in GROUPS:
-                said = {member for member in range(6) if self.coordinator.is_asked(group, member)}
-                assert said == self.asked[group]
-                assert self.finish_after or not said
 
 
 TestGroups = Groups.TestCase

@@ -37,6 +37,19 @@ def test_each_module_is_one_switch_away_from_the_arm_before():
     assert own["all"] == set().union(*own.values()) - {"yield"}
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replicas_reach_the_command(replicas, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(ablation, "prepare_data", lambda *_: None)
+    monkeypatch.setattr(ablation, "measures", lambda run_dir: {"effective tokens/s": 1.0, "decoded tokens/s": 1.0})
+    monkeypatch.setattr(ablation.arm, "run", lambda _name, overrides, run_dir, *_args, **_kwargs: started.append(
+        (overrides, run_dir.name)))
+    assert ablation.main(["--arms", "off", "--seeds", "1", "--replicas", str(replicas), "--out", str(tmp_path)]) == 0
+    ((overrides, name),) = started
+    assert f"rollout.n_gpus_per_node={replicas}" in overrides
+    assert name == ("search-1-off" if replicas == 1 else "x2-search-1-off")
+
+
 def test_a_number_says_how_many_seeds_it_rests_on():
     assert ablation.spread([3.0, 1.0, 2.0]) == "2 [1, 3]"
     assert ablation.spread([3.0, None, 2.0]) == "2.5 [2, 3] (2 of 3)"
@@ -72,7 +85,7 @@ def test_runs_side_by_side_have_cores_of_their_own_and_each_runs_once(tmp_path, 
     monkeypatch.setattr(ablation, "OWN_TMP", ("sh", "-c", 'exec "$@"'))
     before = os.sched_getaffinity(0)
     cores = sorted(before)[:2]
-    options = argparse.Namespace(jobs=2, cores=1, task="search", budget=1.0, prompts=8, out=tmp_path)
+    options = argparse.Namespace(jobs=2, cores=1, task="search", budget=1.0, prompts=8, out=tmp_path, replicas=1)
     try:
         os.sched_setaffinity(0, cores)
         ablation.run_side_by_side([("off", 1), ("all", 1), ("off", 2)], options)

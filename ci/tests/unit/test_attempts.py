@@ -10,6 +10,9 @@ import pytest
 
 from esgrpo.hooks.verl import attempts, client_attempts
 
+# of a member whose coin has fallen
+DOOMED = {"rule": "enough", "prune": True, "keep_probability": 0.5, "reason": "coin", "tokens": 0, "pivot": 0.0}
+
 
 def output(tokens, stop_reason="completed", payload=None, **extra):
     if payload is not None:
@@ -63,11 +66,11 @@ def test_reprefill_counts_what_was_computed_again():
     (True, "completed", "abort", "completed"),
 ])
 def test_a_finish_that_meets_a_weight_sync(asked, stop_reason, outcome, left):
-    member = attempts.Member("g", 0, asked_to_finish=asked)
+    member = attempts.Member("g", 0, decision=DOOMED if asked else None)
     attempt = output([1], stop_reason, global_steps=1)
     member.record(attempt, 10)
     assert (member.outcome, attempt.stop_reason) == (outcome, left)
-    assert member.rule == ("group" if outcome == "prune" else "")
+    assert member.rule == ("enough" if outcome == "prune" else "")
 
 
 @pytest.mark.parametrize("outcome, stop_reason", [("finish", "completed"), ("prune", "pruned"), ("yield", "segment")])
@@ -92,7 +95,7 @@ def run_attempts(outputs, budget, ask_after=None):
 
     async def original(self, request_id, *, prompt_ids, sampling_params):
         budgets.append(sampling_params["max_tokens"])
-        member.asked_to_finish = len(budgets) == ask_after or member.asked_to_finish
+        member.decision = DOOMED if len(budgets) == ask_after else member.decision
         return outputs[len(budgets) - 1]
 
     client = SimpleNamespace()
@@ -109,7 +112,7 @@ def test_a_yield_on_the_last_token_is_not_submitted_again():
 def test_a_yield_of_a_member_that_was_asked_ends_it():
     total, member, budgets = run_attempts([output([1, 2], payload=payload("yield", [[0, 2]]))], 8, ask_after=1)
     assert (total.token_ids, total.stop_reason, budgets) == ([1, 2], "pruned", [8])
-    assert (member.outcome, member.rule) == ("prune", "group")
+    assert (member.outcome, member.rule) == ("prune", "enough")
 
 
 def test_versions_of_joined_attempts_run_from_the_first_to_the_last():

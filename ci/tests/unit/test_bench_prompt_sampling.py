@@ -12,13 +12,34 @@ def test_a_small_run_in_every_arm(tmp_path, capsys):
 
     path = tmp_path / "result.json"
     assert prompt_sampling.main(["--prompts", "200", "--groups", "1200", "--json", str(path)]) == 0
-    assert capsys.readouterr().out.startswith("SIMULATED")
+    said = capsys.readouterr().out
+    assert said.startswith("SIMULATED")
     result = json.loads(path.read_text())
     arms = result["arms"]
-    assert result["simulated"] and set(arms) == {"uniform", "greso", "sampler"}
+    assert result["simulated"] and set(arms) == {"uniform", "greso", "sampler", "tuned"}
     assert min(arms["sampler"]["gradient"]["seeds"]) > max(arms["uniform"]["gradient"]["seeds"])
     assert arms["uniform"]["distinct"]["mean"] == 1.0 and arms["uniform"]["most_often"]["mean"] == 6
+    assert result["beats_greso"]["sampler"].keys() == {"gradient", "gain"} and "sampler beats greso" in said
+    rests = result["rest_share"]["tried"]  # a longer rest repeats less
+    assert rests["0.5"]["most_often"]["mean"] < rests["0.0"]["most_often"]["mean"]
     assert abs(arms["sampler"]["expected"]["mean"] - arms["sampler"]["realised"]["mean"]) < 0.15
+
+
+def test_the_comparison_is_not_made_with_the_seeds_of_the_tuning(capsys):
+    from bench import prompt_sampling
+
+    with pytest.raises(SystemExit):
+        prompt_sampling.main(["--seeds", "0,1", "--tuning-seeds", "1,2"])
+    assert "tuned" in capsys.readouterr().err
+
+
+def test_a_rule_beats_another_in_every_seed_or_does_not():
+    from bench.prompt_sampling import verdict
+
+    arms = {"sampler": {"gradient": {"seeds": [0.5, 0.7]}, "gain": {"seeds": [0.2, 0.2]}},
+            "greso": {"gradient": {"seeds": [0.4, 0.8]}, "gain": {"seeds": [0.1, 0.1]}}}
+    assert verdict(arms) == {"gradient": "not in every seed", "gain": "yes"}
+    assert verdict(arms, "greso", "sampler")["gain"] == "no"
 
 
 def test_the_population_does_not_depend_on_the_rule():

@@ -170,7 +170,7 @@ def test_nested_values_keep_their_siblings():
 
 def test_json_round_trip(monkeypatch):
     segment = parse({"enable": True, "segment_length": 7, "boundary": "yield", "dmmpt": {"enable": True, "tau": 0.5},
-                     "prune": {"finish_group_after": 3}, "success_threshold": 1})
+                     "prune": {"finish_group_after": 3, "audit": {"enable": True}}, "success_threshold": 1})
     text = config.to_json(segment)
     assert parse(json.loads(text)) == segment != Segment()
     monkeypatch.setenv(config.ENV_SEGMENT, text)
@@ -191,7 +191,9 @@ def test_frozen():
 @pytest.mark.parametrize("values, loss_mode, names", [
     ({}, "vanilla", ""), ({"observe": True}, "vanilla", "observe"), ({"enable": True}, "vanilla", "observe segment"),
     ({"enable": True, "boundary": "yield"}, "vanilla", "observe segment yield"), ({"boundary": "yield"}, "vanilla", ""),
-    ({"enable": True, "prune": {"finish_group_after": 2}}, "pois", "observe segment prune pois"),
+    ({"enable": True, "prune": {"repetition": {"enable": True}}}, "pois", "observe segment prune pois"),
+    ({"enable": True, "prune": {"finish_group_after": 2, "audit": {"enable": True}}}, "pois",
+     "observe segment prune weighted pois"),
     ({"dmmpt": {"enable": True}}, "sais", "dmmpt sais"), ({}, "gspo", ""),
 ])
 def test_features(values, loss_mode, names):

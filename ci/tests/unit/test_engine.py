@@ -4,80 +4,8 @@ import json
 
 import pytest
 
+from ci.tests.unit.engine_scene import HELPERS, IMPORT, RESULT, UPSTREAM
 from esgrpo import engine
-
-UPSTREAM = '''
-def f(x): return "plain " + x
-
-class Base:
-    def inherited(self, x): return "plain " + x
-
-class C(Base):
-    def method(self, x): return "plain " + x
-    async def later(self, x): return "plain " + x
-    @staticmethod
-    def static(x): return "plain " + x
-    @classmethod
-    def klass(cls, x): return cls.__name__ + " " + x
-
-class Stubborn(type):
-    def __setattr__(cls, name, value): pass
-
-class Ignores(metaclass=Stubborn):
-    def method(self, x): return "plain " + x
-'''
-# Read by every script: declares hooks on the throw-away upstream and shows the states as JSON on the last line.
-HELPERS = '''
-import functools, json, sys, types
-from esgrpo import engine, fingerprint
-from esgrpo.engine import Hook, Record, Release
-
-def tag(original):
-    @functools.wraps(original)
-    def replacement(*args, **kwargs):
-        return "hooked " + original(*args, **kwargs)
-    return replacement
-
-def declare(slug="a", target="up.mod:f", kind="wrap", build=tag, tested=None, upstream="up", cured={}, **fields):
-    if tested is None:
-        tested = {"1.0": fingerprint.of_targets((target,))[0]}
-    releases = (Release(upstream, ">=1,<2", tested, cured=cured),) if tested else ()
-    hook = Hook(slug, target, ("driver",), kind, "why", releases, "when", **fields)
-    code = build if isinstance(build, types.SimpleNamespace) else types.SimpleNamespace(build=build)
-    engine._records[slug] = Record(hook, code)
-
-def show(**more):
-    print(json.dumps({**{row["slug"]: row["state"] for row in engine.states("driver")}, **more}))
-'''
-
-
-@pytest.fixture
-def up(tmp_path):
-    """Directory of a fake distribution `up` 1.0 with a module up.mod."""
-    directory = tmp_path / "site"
-    (directory / "up").mkdir(parents=True)
-    (directory / "up" / "__init__.py").write_text("")
-    (directory / "up" / "mod.py").write_text(UPSTREAM)
-    (directory / "up" / "alias.py").write_text("from up.mod import f\n")
-    info = directory / "up-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: up\nVersion: 1.0\n")
-    return directory
-
-
-@pytest.fixture
-def script(run_python, up, overlay):
-    """Runs HELPERS + source; returns (what the last line of stdout says, stderr)."""
-
-    def run(source, **variables):
-        done = run_python("-c", HELPERS + source, path=(overlay, up), **variables)
-        return json.loads(done.stdout.splitlines()[-1]), done.stderr
-
-    return run
-
-
-IMPORT = "import up.mod; "
-RESULT = "\nshow(result=up.mod.f('x'))"
 
 
 def test_pending_until_the_target_is_imported(script):
@@ -117,116 +45,6 @@ def test_absent_upstream(script):
     assert script(source)[0] == {"a": "ABSENT"}
     assert script(source.replace("upstream='gone'", "upstream='up'"))[0] == {"a": "DRIFTED"}  # installed, other source
     assert script("declare(target='gone.mod:f', tested={}); engine.boot(); show()")[0] == {"a": "ABSENT"}
-
-
-@pytest.mark.parametrize("tested, state, said", [
-    ("{'1.0': '0123456789abcdef'}", "DRIFTED", "expected 0123456789abcdef"),
-    ("{'0.9': '0123456789abcdef'}", "INCOMPATIBLE", "tested 0.9"),
-])
-def test_untested_source_is_refused(script, tested, state, said):
-    found, errors = script(f"declare(tested={tested}); engine.boot(); " + IMPORT + RESULT)
-    assert found == {"a": state, "result": "plain x"}
-    assert state in errors and said in errors and errors.count("\n") == 1
-
-
-def test_tested_source_is_accepted_under_an_untested_version(script):
-    source = "declare(tested={'0.9': fingerprint.of_targets(('up.mod:f',))[0]}); engine.boot(); " + IMPORT + RESULT
-    assert script(source)[0] == {"a": "APPLIED", "result": "hooked plain x"}
-
-
-@pytest.mark.parametrize("without, state", [
-    ('(("==1.0", "the other hook does it"),)', "NOT_NEEDED"), ('((">=1.1", "the other hook does it"),)', "APPLIED"),
-    ("()", "APPLIED")])
-def test_a_hook_has_no_place_in_some_releases(script, without, state):
-    assert script(f"declare(without={without}); engine.boot(); import up.mod; show()")[0]["a"] == state
-
-
-@pytest.mark.parametrize("version, public", [("0.7.0.dev0", "0.7.0"), ("0.7.0", "0.7.0"), ("2.1.post1+cpu", "2.1"),
-                                             ("unknown", "unknown")])
-def test_a_checkout_of_a_tag_is_that_release(version, public):
-    """verl's tag v0.7.0 calls itself 0.7.0.dev, which a specifier would put before 0.7.0."""
-    hook = engine.Hook("a", "up:f", (), "wrap", "", (), "", without=(("==0.7.0", "reason"),))
-    assert engine.public_version(version) == public
-    assert engine.has_no_place(hook, version) == ("reason" if public == "0.7.0" else "")
-
-
-def test_a_refusal_names_the_git_patches(script):
-    said, _ = script("""
-declare(tested={"1.0": "0" * 16})
-record = engine._records["a"]
-import dataclasses
-release = dataclasses.replace(record.hook.releases[0], patches=("mend-this", "mend-that"))
-record.hook = dataclasses.replace(record.hook, releases=(release,))
-engine.boot(); import up.mod; show(detail=record.detail)""")
-    assert said["a"] == "DRIFTED" and "mend-this, mend-that" in said["detail"] and "apply.sh" in said["detail"]
-
-
-def test_a_changed_helper_is_drift_too(script, up):
-    known = "{'1.0': fingerprint.of_targets(('up.mod:f', 'up.mod:C.method'))[0]}"
-    source = f"declare(tested={known}, relies_on=('up.mod:C.method',)); engine.boot(); " + IMPORT + RESULT
-    assert script(source)[0]["a"] == "APPLIED"
-    fixed = script(f"show(**{known})")[0]["1.0"]
-    (up / "up" / "mod.py").write_text(UPSTREAM.replace('def method(self, x): return "plain "',
-                                                       'def method(self, x): return "new "', 1))
-    assert script(source.replace(known, f"{{'1.0': '{fixed}'}}"))[0] == {"a": "DRIFTED", "result": "plain x"}
-
-
-PATCHED = UPSTREAM.replace('def f(x): return "plain "', 'def f(x): return "patched "')
-CURE = """
-names = {{'1.0': '{plain}', '1.0+other': '{other}'}}
-declare(tested=names, cured={{'{source}': '{patched}'}}, relies_on=({relies}))
-engine.boot(); import up.mod; engine.refresh()
-row = engine.states('driver')[0]
-show(result=up.mod.f('x'), detail=row['detail'], stops=bool(engine.not_in_place([row])))
-"""
-
-
-def cure_script(up, source="1.0+a", relies=""):
-    """A hook that knows the plain source, one that another patch made, and one that needs it no more."""
-    from esgrpo import fingerprint
-
-    def taken(text):
-        (up / "up" / "mod.py").write_text(text)
-        fingerprint._tree.cache_clear()
-        return fingerprint.of_targets(("up.mod:f",), [str(up)])[0]
-
-    prints = {name: taken(text) for name, text in (
-        ("patched", PATCHED), ("other", PATCHED.replace("patched", "other")), ("plain", UPSTREAM))}
-    return CURE.format(**prints, source=source, relies=relies)
-
-
-@pytest.mark.parametrize("source, by", [("1.0+a", "the git patch a"), ("1.0+b.a", "the git patch a"),
-                                        ("1.0+series", "the git patch a"), ("1.0", "up 1.0 itself"),
-                                        ("1.0+b", "up 1.0 itself")])
-def test_a_patched_source_needs_no_hook(script, up, source, by):
-    """The patch is there: the hook on top of it would do the same thing twice."""
-    code = cure_script(up, source)
-    plain = {"a": "APPLIED", "result": "hooked plain x", "detail": "up 1.0", "stops": False}
-    assert script(code)[0] == plain
-    (up / "up" / "mod.py").write_text(PATCHED)
-    found, errors = script(code)
-    assert found == {"a": "NOT_NEEDED", "result": "patched x", "detail": f"cured by {by}", "stops": False}
-    assert errors == ""
-
-
-def test_the_patch_of_another_slug_leaves_the_hook_on(script, up):
-    code = cure_script(up)
-    (up / "up" / "mod.py").write_text(PATCHED.replace("patched", "other"))
-    assert script(code)[0]["result"] == "hooked other x"
-
-
-def test_a_cured_source_may_lack_what_the_hook_relies_on(script, up):
-    code = cure_script(up, relies="'up.mod:gone',")
-    assert script(code)[0]["a"] == "DRIFTED"
-    (up / "up" / "mod.py").write_text(PATCHED)
-    assert script(code)[0]["a"] == "NOT_NEEDED"
-
-
-def test_an_edited_patched_source_is_drift(script, up):
-    code = cure_script(up)
-    (up / "up" / "mod.py").write_text(PATCHED.replace('"patched "', '"edited "'))
-    assert script(code)[0] == {"a": "DRIFTED", "result": "edited x", "stops": True,
-                               "detail": script(code)[0]["detail"]}
 
 
 def test_a_missing_target_is_named(script):
@@ -370,30 +188,6 @@ def test_a_target_that_runs_as_main(run_python, up, overlay, extra, named):
     (up / "up" / "run.py").write_text((up / "up" / "run.py").read_text().replace("    engine.refresh()", "    pass"))
     without = json.loads(run_python("-m", "up.run", path=(overlay, up)).stdout)["main"]
     assert without == ("hooked plain x" if extra else "plain x")  # importing it by name finds both copies
-
-
-def test_a_source_checkout_without_metadata(script, up):
-    """Nothing but the source: its fingerprint decides."""
-    for file in (up / "up-1.0.dist-info").iterdir():
-        file.unlink()
-    (up / "up-1.0.dist-info").rmdir()
-    source = "declare(); engine.boot(); " + IMPORT + "print(json.dumps(engine.states('driver')[0]))"
-    row = script(source)[0]
-    assert (row["state"], row["version"]) == ("APPLIED", "unknown")
-    (up / "up" / "version").mkdir()
-    (up / "up" / "version" / "version").write_text("0.8.0.dev\n")
-    row = script(source)[0]
-    assert (row["state"], row["version"]) == ("APPLIED", "0.8.0.dev")
-    row = script(source.replace("declare()", "declare(tested={'1.0': '0'})"))[0]
-    assert row["state"] == "INCOMPATIBLE" and "0.8.0.dev" in row["detail"]
-
-
-def test_the_git_tag_of_a_release_is_that_release(script, up):
-    """verl's tag v0.8.0 says 0.8.0.dev, which PEP 440 sorts before 0.8.0; its source is that of the release."""
-    (up / "up-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: up\nVersion: 0.8.0.dev0\n")
-    known = "{'0.8.0': fingerprint.of_targets(('up.mod:f',))[0]}"
-    assert script(f"declare(tested={known}); engine.boot(); " + IMPORT + RESULT)[0]["a"] == "APPLIED"
-    assert script("declare(tested={'0.8.0': '0'}); engine.boot(); " + IMPORT + RESULT)[0]["a"] == "INCOMPATIBLE"
 
 
 def test_a_hook_that_arrives_with_the_actor(script):

@@ -15,6 +15,7 @@ from esgrpo.losses import KeepProbabilities
 
 torch.set_num_threads(1)
 GROUPS, SEED = 6000, 11
+ENOUGH_PRUNED = 0.25  # share of the rows; fewer would not show a bias
 
 
 def batch(dtype=torch.float32, seed=0, size=8, groups=5):
@@ -88,7 +89,7 @@ def table(request):
 
 
 def test_unbiased_within_three_standard_errors(table):
-    assert table["pruned rows"]["share"] > 0.3
+    assert table["pruned rows"]["share"] > ENOUGH_PRUNED
     for name in ("leave-one-out, weighted", "the same, pivot 0"):
         assert abs(table[name]["z"]) <= estimator_bias.LIMIT, (name, table[name])
 
@@ -99,9 +100,14 @@ def test_controls_are_biased(table, control):
     assert abs(row["z"]) > estimator_bias.LIMIT, row
 
 
-def test_a_standard_deviation_leaves_a_bias_and_the_pivot_takes_variance_away(table):
-    assert abs(table["divided by std"]["z"]) > estimator_bias.LIMIT
+def test_the_pivot_takes_variance_away(table):
     assert table["leave-one-out, weighted"]["variance"] < table["the same, pivot 0"]["variance"]
+
+
+def test_a_standard_deviation_leaves_a_bias():
+    """Where groups of one sign are pruned; with both signs it is a few per cent, too few for this many groups."""
+    table = estimator_bias.table("resolved, reckless", GROUPS, SEED)
+    assert abs(table["divided by std"]["z"]) > estimator_bias.LIMIT
 
 
 def test_rows_that_lost_their_summary_stop_the_run():
@@ -216,16 +222,15 @@ def test_losses_that_are_not_proportional_are_refused(loss_mode):
         adjusted({"finish_group_after": 4, "audit": {"enable": True}}, loss_mode=loss_mode)
 
 
-def test_verl_0_7_0_is_refused_and_optional_stopping_without_audit_is_called_biased():
+def test_verl_0_7_0_is_refused_and_optional_stopping_without_audit_everywhere():
     from esgrpo.errors import ConfigError
 
     for prune in ({"finish_group_after": 4, "audit": {"enable": True}}, {"hopeless": True}):
         with pytest.raises(ConfigError, match="0.7.0"):
             adjusted(prune, compute_prox_log_prob=False)
-    _, lines = adjusted({"finish_group_after": 4})
-    assert any("biased" in line for line in lines)
-    _, lines = adjusted({"finish_group_after": 4, "audit": {"enable": True}})
-    assert not any("biased" in line for line in lines)
+    with pytest.raises(ConfigError, match="finish_group_after.*audit.enable"):
+        adjusted({"finish_group_after": 4})
+    adjusted({"finish_group_after": 4, "audit": {"enable": True}})
 
 
 def test_masked_rows_never_reach_a_weighted_gradient():

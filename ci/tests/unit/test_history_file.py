@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from esgrpo import config
-from esgrpo.hooks.verl import prompt_history
+from esgrpo.hooks.verl import prompt_history, state_files
 
 
 @pytest.fixture
@@ -52,14 +52,14 @@ def test_what_cannot_be_understood_is_kept_aside_and_said_once(run_dir, capsys, 
 
 def test_a_crash_while_writing_leaves_the_old_file(run_dir, monkeypatch):
     file = str(run_dir / "history.json")
-    prompt_history.write(file, {"old": 1})
+    state_files.write(file, {"old": 1})
 
     def broken(*_):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError):
-        prompt_history.write(file, {"new": 1})
+        state_files.write(file, {"new": 1})
     assert json.loads((run_dir / "history.json").read_text()) == {"old": 1}
     assert [path.name for path in run_dir.iterdir()] == ["history.json"]
 

@@ -56,8 +56,12 @@ def test_hopeless_claims_only_what_the_lower_bound_says():
 
 
 def test_enough_falls_with_every_member_that_finished():
-    assert pruning.enough(3, GROUP, 0) is None and pruning.enough(3, GROUP, 4) is None
-    assert [pruning.enough(k, GROUP, 4) for k in (4, 6, 8)] == [1.0, 0.5, 0.0]
+    answers = [True, False, True, True, False, True, True, True]
+    assert pruning.enough(answers[:3], GROUP, 0) is None and pruning.enough(answers[:3], GROUP, 4) is None
+    assert [pruning.enough(answers[:k], GROUP, 4) for k in (4, 6, 8)] == [1.0, 0.5, 0.0]
+    for answer in (True, False):  # whoever counts heads only would stop here, with no gradient in the group
+        assert pruning.enough([answer] * 6, GROUP, 4) is None
+        assert pruning.enough([answer] * 6 + [not answer], GROUP, 4) == 0.25
 
 
 def test_the_posterior_is_that_of_the_prompt_and_its_finished_members():

@@ -20,20 +20,6 @@ def test_carried_members_join_again_by_number():
     assert second.groups == {}
 
 
-def test_a_carried_member_has_not_finished():
-    coordinator = GroupCoordinator(finish_after=1)
-    coordinator.join("g", 2), coordinator.join("g", 2)
-    assert coordinator.leave("g", 0, CARRIED) == [] and not coordinator.has_enough("g")
-    assert coordinator.leave("g", 1, FINISHED) == [] and coordinator.groups == {}
-
-
-@pytest.mark.parametrize("finished, enough", [(0, False), (1, False), (2, True), (3, True)])
-def test_a_reopened_group_knows_whether_it_has_enough(finished, enough):
-    coordinator = GroupCoordinator(finish_after=2)
-    coordinator.reopen("g", 4, {number: FINISHED for number in range(finished)})
-    assert coordinator.has_enough("g") is enough
-
-
 def test_collisions():
     coordinator = GroupCoordinator()
     coordinator.reopen("g", 2, {})

@@ -77,7 +77,7 @@ class Verdict:
 
 
 class Audit:
-    """One audit per agent-loop worker; a window belongs to one rule of one worker and is not kept over a restart.
+    """One audit per agent-loop worker; a window belongs to one rule of one worker. `to_state` outlives a restart.
 
     Invariants: pi does not depend on the coin; pi = 1 once `max_fraction` of the group is pruned, when fewer than two
     members would be left, and while a rule has too few outcomes or too high a bound at its scale; nobody is decided
@@ -165,3 +165,27 @@ class Audit:
     def forget(self, group: str) -> None:
         """The group is over."""
         self._decided.pop(group, None)
+
+    def to_state(self) -> dict:
+        """Evidence and scales, JSON-able. Groups that run are not in it: their exempted members are never resolved."""
+        return {"windows": {rule: [list(entry) for entry in window] for rule, window in self._windows.items()},
+                "scales": dict(self._scales)}
+
+    def restore(self, state: dict) -> None:
+        """Go on from `to_state()`; a smaller window keeps the newest. Raises ValueError when `state` is damaged."""
+        windows, scales = {}, {}
+        for rule, entries in _items(state, "windows"):
+            if not all(0 <= score <= 1 and isinstance(false, bool) for score, false in entries):
+                raise ValueError(f"outcomes of {rule}")
+            windows[rule] = deque([(float(score), false) for score, false in entries], maxlen=self.settings.window)
+        for rule, scale in _items(state, "scales"):
+            if not 0 < scale <= 1:
+                raise ValueError(f"scale {scale} of {rule}")
+            scales[rule] = float(scale)
+        self._windows, self._scales = windows, scales
+
+
+def _items(state: dict, name: str):
+    if not isinstance(state, dict) or not isinstance(state.get(name), dict):
+        raise ValueError(f"no {name}")
+    return state[name].items()

@@ -9,6 +9,8 @@ from esgrpo import config
 from esgrpo.algo import pruning
 from esgrpo.algo.audit import Audit, Candidate, Verdict
 
+STATE_VERSION = 1  # of what `GroupPruner.to_state` returns
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -43,10 +45,19 @@ class Watched:
     def pruned(self) -> int:
         return sum(item.verdict.prune for item in self.decided.values())
 
+    @property
+    def answers(self) -> list[bool]:
+        """Correctness of the finished members, in the order in which they ended."""
+        return [item.correct for item in self.finished.values()]
+
     def agreed(self) -> bool | None:
         """What all finished members agree on; None when they do not, or are too few."""
-        answers = {item.correct for item in self.finished.values()}
+        answers = set(self.answers)
         return answers.pop() if len(self.finished) >= pruning.LEAST_FINISHED and len(answers) == 1 else None
+
+    def enough(self, finish_after: int) -> float | None:
+        """Score of the rule `enough`."""
+        return pruning.enough(self.answers, self.size, finish_after)
 
 
 class GroupPruner:
@@ -74,11 +85,7 @@ class GroupPruner:
         rules = self.prune
         return ((rules.hopeless and pruning.hopeless(watched.forecast, self.budget) is not None)
                 or (rules.resolved.enable and watched.agreed() is not None)
-                or pruning.enough(len(watched.finished), watched.size, self._finish_after()) is not None)
-
-    def _finish_after(self) -> int:
-        """Without an audit the coordinator stops groups, as it always did."""
-        return self.prune.finish_group_after if self.audit is not None else 0
+                or watched.enough(self.prune.finish_group_after) is not None)
 
     def ended(self, group: str, member: int, ending: Finished | None, by_rule: bool = False) -> None:
         """A member ended by itself, `by_rule` of a sample (a loop: no finished sibling), or failed (None).
@@ -147,7 +154,7 @@ class GroupPruner:
             propose(pruning.HOPELESS, pruning.hopeless(watched.forecast, self.budget))
         if self.prune.resolved.enable and self.audit is not None:
             propose(pruning.RESOLVED, self._resolved(watched, running))
-        propose(pruning.ENOUGH, pruning.enough(len(watched.finished), watched.size, self._finish_after()))
+        propose(pruning.ENOUGH, watched.enough(self.prune.finish_group_after))
         return dict(sorted(found.items()))
 
     def _resolved(self, watched: Watched, running: Mapping[int, int]) -> float | None:
@@ -155,7 +162,7 @@ class GroupPruner:
         agreed_on = watched.agreed()
         if agreed_on is None:
             return None
-        prior = pruning.differs(watched.forecast, [item.correct for item in watched.finished.values()])
+        prior = pruning.differs(watched.forecast, watched.answers)
         lengths = [item.tokens for item in watched.finished.values()]
         probabilities = []
         for member in range(watched.size):
@@ -167,6 +174,29 @@ class GroupPruner:
             if member in running:
                 watched.seen.setdefault(member, (prior, doublings, agreed_on))
         return pruning.resolved(probabilities, self.prune.resolved.null_prob)
+
+    def to_state(self) -> dict:
+        """What the audit and the calibration have learned, JSON-able; the running groups are not in it."""
+        return {"state_version": STATE_VERSION, "rules": self._rules(), "audit": self.audit.to_state(),
+                "calibration": [self.calibration.intercept, self.calibration.slope]}
+
+    def _rules(self) -> dict:
+        """Settings that give an outcome its meaning: scores and false prunes of other rules prove nothing here."""
+        return {"null_prob": self.prune.resolved.null_prob, "finish_after": self.prune.finish_group_after,
+                "budget": self.budget}
+
+    def restore(self, state: dict) -> None:
+        """Go on from `to_state()` of an earlier run. Raises ValueError when it is damaged, or of other rules."""
+        try:
+            found = (state["state_version"], state["rules"])
+            if found != (STATE_VERSION, self._rules()):
+                raise ValueError(f"state {found}, not {(STATE_VERSION, self._rules())}")
+            calibration = pruning.LengthCalibration()
+            calibration.restore(*state["calibration"])
+            self.audit.restore(state["audit"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+        self.calibration = calibration
 
     def close(self, group: str) -> None:
         """The last member has left."""

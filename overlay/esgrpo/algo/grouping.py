@@ -16,18 +16,16 @@ class GroupCollision(ValueError):
 class Group:
     size: int
     members: dict[int, str] = field(default_factory=dict)  # member -> state
-    asked: set[int] = field(default_factory=set)  # members that replicas were asked to finish
 
 
 class GroupCoordinator:
     """Owns the state of every running group.
 
-    Invariants: a member joins once and leaves once; a group disappears when its last member has left; a finish is
-    asked for at most once per member.
+    Invariants: a member joins once and leaves once; a group disappears when its last member has left. Who is pruned
+    is decided by `esgrpo.algo.group_pruning`, never here.
     """
 
-    def __init__(self, finish_after: int = 0):
-        self.finish_after = finish_after
+    def __init__(self):
         self.groups: dict[str, Group] = {}
 
     def reopen(self, group_id: str, size: int, ended: dict[int, str]) -> None:
@@ -52,27 +50,11 @@ class GroupCoordinator:
         group.members[member] = RUNNING
         return member
 
-    def leave(self, group_id: str, member: int, outcome: str) -> list[int]:
-        """A member ended as finished, pruned, failed or carried; returns the members that should be finished now."""
+    def leave(self, group_id: str, member: int, outcome: str) -> None:
+        """A member ended as finished, pruned, failed or carried. Raises ValueError when it had ended before."""
         group = self.groups[group_id]
         if group.members[member] != RUNNING:
             raise ValueError(f"member {member} of {group_id} ended twice")
         group.members[member] = outcome
-        running = [m for m, state in group.members.items() if state == RUNNING]
-        if not running and len(group.members) == group.size:
+        if RUNNING not in group.members.values() and len(group.members) == group.size:
             del self.groups[group_id]
-            return []
-        if not self.has_enough(group_id):
-            return []
-        ask = [m for m in running if m not in group.asked]
-        group.asked.update(ask)
-        return ask
-
-    def has_enough(self, group_id: str) -> bool:
-        """True when so many members have finished that the others should."""
-        finished = sum(state == FINISHED for state in self.groups[group_id].members.values())
-        return 0 < self.finish_after <= finished
-
-    def is_asked(self, group_id: str, member: int) -> bool:
-        group = self.groups.get(group_id)
-        return group is not None and member in group.asked

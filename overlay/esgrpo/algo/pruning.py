@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 HOPELESS, RESOLVED, ENOUGH = "hopeless", "resolved", "enough"
 LEAST_FINISHED = 2  # one finished member agrees with itself
+BOTH_SIGNS = 2  # right and wrong answers: what a group needs for a gradient
 UNINFORMED = (1.0, 1.0)  # Beta prior of a prompt without history: uniform
 
 # Start of the length calibration, before any outcome: odds of differing doubled, and doubled again with every doubling
@@ -49,9 +50,15 @@ def hopeless(forecast: dict | None, budget: int) -> float | None:
     return budget / forecast["low"]
 
 
-def enough(finished: int, size: int, finish_after: int) -> float | None:
-    """Optional stopping: `finish_after` (> 0) of `size` members have finished. The more have, the lower the score."""
-    if not 0 < finish_after <= finished:
+def enough(correct: Sequence[bool], size: int, finish_after: int) -> float | None:
+    """Optional stopping: the finished members of `size` have what an update needs. The more have, the lower the score.
+
+    Needed are `finish_after` (> 0) of them, among which at least one right and one wrong answer: a group without both
+    signs has no gradient, however many of it have finished. Stopping by what was seen favours short answers, so this
+    rule stands under the audit only: its rows carry weights.
+    """
+    finished = len(correct)
+    if not 0 < finish_after <= finished or len(set(correct)) < BOTH_SIGNS:
         return None
     return (size - finished) / (size - finish_after) if finished > finish_after else 1.0
 
@@ -90,6 +97,12 @@ class LengthCalibration:
         step = LEARNING_RATE * min(weight, LARGEST_WEIGHT) * error
         self.intercept += step
         self.slope = max(0.0, self.slope + step * doublings)
+
+    def restore(self, intercept: float, slope: float) -> None:
+        """What an earlier run has learned. Raises ValueError when it cannot be that."""
+        if not (math.isfinite(intercept) and math.isfinite(slope) and slope >= 0):
+            raise ValueError(f"calibration {intercept}, {slope}")
+        self.intercept, self.slope = float(intercept), float(slope)
 
 
 def any_differs(probabilities: Sequence[float]) -> float:

@@ -26,7 +26,6 @@ class Member:
 
     group: str
     number: int
-    asked_to_finish: bool = False
     tokens: int = 0
     attempts: int = 0
     reprefill: int = 0  # prompt + response tokens prefilled again after an interruption
@@ -87,8 +86,8 @@ class Member:
                 self.spans[-1][1] += tokens
             elif tokens:
                 self.spans.append([version, tokens])
-        if self.outcome == "abort" and self.asked_to_finish and output.stop_reason in ABORTED:
-            self.outcome, self.rule = "prune", "group"  # the finish and the weight sync crossed
+        if self.outcome == "abort" and self.doomed and output.stop_reason in ABORTED:
+            self.outcome, self.rule = "prune", self.decision["rule"]  # the verdict and the weight sync crossed
         if self.outcome == "prune":
             output.stop_reason = "pruned"
         elif self.outcome == "yield":

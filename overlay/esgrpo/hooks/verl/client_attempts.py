@@ -56,8 +56,8 @@ async def generate_member(original, client, member, args, kwargs):
         total = output if total is None else _joined(total, output)
         if total.stop_reason != "segment" or len(total.token_ids) >= budget:
             return total
-        if member.asked_to_finish:  # asked for between two attempts: nobody in an engine can hear it
-            member.outcome, member.rule, total.stop_reason = "prune", "group", "pruned"
+        if member.doomed:  # since it left the engine: nobody there can hear of it
+            member.outcome, member.rule, total.stop_reason = "prune", member.decision["rule"], "pruned"
             return total
 
 

@@ -83,9 +83,6 @@ NOT_HOMOGENEOUS = ("clip_cov", "kl_cov", "dro")
 def _pruning(config, segment: Segment):
     """What weights for pruned rows need: a fixed denominator and a loss that is proportional to the advantage."""
     actor = config.actor_rollout_ref.actor
-    if segment.prunes_groups and not segment.weighted:
-        yield (f"{PREFIX}.prune.finish_group_after drops long answers and the gradient is biased: nothing weighs the "
-               f"rows that are kept; set {PREFIX}.prune.audit.enable=True")
     legacy = "compute_prox_log_prob" in (config.get("async_training") or {})  # verl 0.7.0
     for key, on in (("audit.enable", segment.weighted), ("hopeless", segment.enable and segment.prune.hopeless)):
         if legacy and on:

@@ -6,6 +6,7 @@ rules), and nothing where rewards are not computed in the agent loop: no rule ca
 
 from __future__ import annotations
 
+import os
 import sys
 import zlib
 
@@ -15,6 +16,7 @@ def pruner_of(worker):
 
     One worker, one audit: its window sees only the groups of this worker, so W workers need W times as many outcomes
     before all of them prune, and their scales may differ. Weights stay exact, each row knows its own probability.
+    What it has learned is kept across restarts, worker by worker: the one with the same index goes on from it.
     """
     from esgrpo import config
 
@@ -30,11 +32,42 @@ def _make(worker, settings):
 
     from esgrpo.algo.audit import Audit
     from esgrpo.algo.group_pruning import GroupPruner
+    from esgrpo.hooks.verl import state_files
 
     audit = None
     if settings.weighted:
         audit = Audit(settings.prune.audit, random.Random(f"{settings.seed}-{_index(worker)}"))
-    return GroupPruner(settings, audit, worker.rollout_config.response_length)
+    pruner = GroupPruner(settings, audit, worker.rollout_config.response_length)
+    if audit is not None:
+        state_files.restored("prune-audit", _file(worker), pruner.restore)
+    return pruner
+
+
+def _file(worker) -> str | None:
+    """Beside the prompt history, one per worker; None without a run directory, then nothing is kept."""
+    from esgrpo.hooks.verl import prompt_history
+
+    history = prompt_history.path()
+    return history and f"{os.path.splitext(history)[0]}-audit-{_index(worker)}.json"
+
+
+async def save(worker) -> None:
+    """Write what the audit has learned since the last call, without holding up the event loop."""
+    import asyncio
+
+    from esgrpo.hooks.verl import state_files
+
+    pruner = pruner_of(worker)
+    if pruner is None or pruner.audit is None:
+        return
+    file, state = _file(worker), pruner.to_state()
+    if file is None or state == getattr(worker, "esgrpo_audit_saved", None):
+        return
+    worker.esgrpo_audit_saved = state
+    if not hasattr(worker, "esgrpo_audit_lock"):
+        worker.esgrpo_audit_lock = asyncio.Lock()
+    async with worker.esgrpo_audit_lock:  # in the order in which they were taken
+        await asyncio.to_thread(state_files.write_or_say, "prune-audit", file, state)
 
 
 def _index(worker) -> int:
@@ -104,7 +137,7 @@ async def checkpoint(worker, group: str) -> None:
         if verdict.prune:
             doomed.setdefault(verdict.rule, []).append(number)
     for rule, numbers in doomed.items():
-        await group_members.finish_members(worker, group, numbers, rule, servers)
+        await group_members.finish_members(group, numbers, rule, servers)
 
 
 async def progress(servers, group: str) -> dict[int, int]:

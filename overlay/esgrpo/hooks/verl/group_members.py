@@ -40,14 +40,10 @@ def build(original):
 
 def coordinator_of(worker):
     """The coordinator of this worker process, made on first use."""
-    from esgrpo import config
     from esgrpo.algo.grouping import GroupCoordinator
 
     if not hasattr(worker, "esgrpo_coordinator"):
-        settings = config.current()
-        # under the audit, stragglers are candidates like others: the coordinator itself stops nobody
-        outright = settings.enable and not settings.weighted
-        worker.esgrpo_coordinator = GroupCoordinator(settings.prune.finish_group_after if outright else 0)
+        worker.esgrpo_coordinator = GroupCoordinator()
         worker.esgrpo_members = {}
     return worker.esgrpo_coordinator
 
@@ -81,11 +77,11 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None):
     finally:
         attempts.current.reset(token)
         del worker.esgrpo_members[group, number]
-        ask = coordinator.leave(group, number, outcome)
+        coordinator.leave(group, number, outcome)
         group_decisions.ended(worker, member, output)
-    if ask:
-        await finish_members(worker, group, ask, "group", await servers_of(worker))
     await group_decisions.checkpoint(worker, group)
+    if group not in coordinator.groups:
+        await group_decisions.save(worker)
     await segment_length.after_leave(worker, group, coordinator, member)
     if output is None:  # verl's v1: v1-response-rows has put the summary into the row
         write("responses", {**member.summary(), "score": member.score})
@@ -102,14 +98,10 @@ async def servers_of(worker) -> list:
     return await worker.llm_client._load_balancer.__ray_call__.remote(_handles)
 
 
-async def finish_members(worker, group: str, numbers: list[int], rule: str, servers: list) -> None:
+async def finish_members(group: str, numbers: list[int], rule: str, servers: list) -> None:
     """Ask every replica to end these members with the tokens they have; a member lives on one of them."""
     import asyncio
 
-    for number in numbers:
-        member = worker.esgrpo_members.get((group, number))
-        if member is not None:
-            member.asked_to_finish = True
     await asyncio.gather(*[server.esgrpo_finish_group.remote(group, numbers, rule) for server in servers])
 
 

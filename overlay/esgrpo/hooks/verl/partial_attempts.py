@@ -63,26 +63,17 @@ async def generate_member(original, client, member, args, kwargs):
         budget = client.config.actor_rollout_ref.rollout.response_length
     tokens, log_probs, extra, interrupted = [], [], {}, False
     while True:
-        if member.asked_to_finish:  # between two attempts nobody in an engine can hear it
-            member.outcome, member.rule, interrupted = "prune", "group", False
-            break
         segment = {**(parameters.get("extra_args") or {}), "segment": member.fields()}
         bound.arguments["sampling_params"] = {**parameters, "max_tokens": budget - len(tokens), "extra_args": segment}
         bound.arguments["prompt_ids"] = prompt + tokens
         new_tokens, new_log_probs, interrupted, extra = await original(*bound.args, **bound.kwargs)
         if interrupted and not new_tokens:  # paused before a token was made: nothing to record
-            if member.asked_to_finish:
-                continue
             member.outcome = "abort"
             break
         attempt = Attempt(list(new_tokens), "aborted" if interrupted else "completed", dict(extra))
         member.record(attempt, len(prompt) + len(tokens))
         tokens += new_tokens
         log_probs += new_log_probs
-        interrupted = attempt.stop_reason == "aborted"  # no longer when a finish was asked for meanwhile
         if attempt.stop_reason != "segment" or len(tokens) >= budget:
             break
-    if not tokens and not member.tokens and not interrupted:
-        # verl cannot pad or score an empty response. The row is masked, so that nothing is learnt from this token.
-        tokens, log_probs = prompt[-1:], [0.0]
     return tokens, log_probs, interrupted, extra

@@ -56,16 +56,13 @@ def _member(worker, group: str, given: dict):
         number = coordinator.join(group, size, None if state is None else state["number"])
     except GroupCollision:
         raise collision(group) from None
-    member = (attempts.Member(group, number, version=version) if state is None
-              else attempts.Member.resumed(state, version))
-    member.asked_to_finish = member.asked_to_finish or coordinator.has_enough(group)
-    return member
+    return attempts.Member(group, number, version=version) if state is None else attempts.Member.resumed(state, version)
 
 
 async def run_member(original, worker, group: str, given: dict, args, kwargs):
     from esgrpo.algo.grouping import CARRIED, FAILED, FINISHED, PRUNED
     from esgrpo.hooks.verl import attempts
-    from esgrpo.hooks.verl.group_members import coordinator_of, finish_members
+    from esgrpo.hooks.verl.group_members import coordinator_of
     from esgrpo.hooks.verl.records import write
 
     member = _member(worker, group, given)
@@ -81,9 +78,7 @@ async def run_member(original, worker, group: str, given: dict, args, kwargs):
     finally:
         attempts.current.reset(token)
         del worker.esgrpo_members[group, member.number]
-        ask = coordinator_of(worker).leave(group, member.number, outcome)
-    if ask:
-        await finish_members(worker, group, ask, "group", worker.server_manager.server_handles)
+        coordinator_of(worker).leave(group, member.number, outcome)
     if interrupted:
         output.extra_fields[attempts.STATE] = member.state()
         return output

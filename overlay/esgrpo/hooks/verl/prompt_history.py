@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import sys
 
 from esgrpo.engine import Hook, Release
 
@@ -63,51 +61,25 @@ def path() -> str | None:
 
 
 def load(file: str | None, budget: int = 0):
-    """The history in `file`. One that cannot be understood is set aside and said so; the history starts empty.
-
-    Raises EsgrpoError when the file is there and cannot be read or set aside: it would be overwritten.
-    """
+    """The history in `file`; empty when there is none, or none that can be understood (see `state_files.restored`)."""
     from esgrpo import config
     from esgrpo.algo.history import PromptHistory
-    from esgrpo.errors import EsgrpoError
+    from esgrpo.hooks.verl import state_files
 
     segment = config.current()
-    empty = PromptHistory(segment.history, segment.routing, budget)
-    if file is None or not os.path.exists(file):
-        return empty
-    try:
-        with open(file, encoding="utf-8") as stream:
-            return PromptHistory.from_state(segment.history, json.load(stream), segment.routing, budget)
-    except ValueError as error:  # not JSON, not text, damaged, or of a newer esgrpo
-        reason = f"{file}: {error}"
-    except OSError as error:
-        raise EsgrpoError("prompt-history", str(error), "a history that can be read", "it would be lost, the run stops",
-                          "correct its permissions, or set segment.history.path to another file") from None
-    kept = _set_aside(file)
-    print(EsgrpoError("prompt-history", reason, "a history that this version wrote", "the history starts empty",
-                      f"the old file is kept as {kept}: use the esgrpo that wrote it, or delete it"),
-          file=sys.stderr, flush=True)
-    return empty
 
+    def parse(state):
+        return PromptHistory.from_state(segment.history, state, segment.routing, budget)
 
-def _set_aside(file: str) -> str:
-    from esgrpo.errors import EsgrpoError
-
-    number = 1
-    while os.path.exists(f"{file}.unreadable-{number}"):
-        number += 1
-    kept = f"{file}.unreadable-{number}"
-    try:
-        os.rename(file, kept)
-    except OSError as error:
-        raise EsgrpoError("prompt-history", str(error), "a damaged history that can be renamed",
-                          "it would be overwritten, the run stops", f"move {file} away") from None
-    return kept
+    history = state_files.restored("prompt-history", file, parse)
+    return PromptHistory(segment.history, segment.routing, budget) if history is None else history
 
 
 async def save(owner) -> None:
     """Write the history without holding up the event loop; a failed write costs the history, not the run."""
     import asyncio
+
+    from esgrpo.hooks.verl import state_files
 
     file, history = path(), getattr(owner, "esgrpo_history", None)
     if file is None or history is None:
@@ -115,30 +87,4 @@ async def save(owner) -> None:
     if not hasattr(owner, "esgrpo_history_lock"):
         owner.esgrpo_history_lock = asyncio.Lock()
     async with owner.esgrpo_history_lock:
-        await asyncio.to_thread(write_or_say, file, history)
-
-
-def write_or_say(file: str, history) -> None:
-    from esgrpo.errors import EsgrpoError
-
-    try:
-        write(file, history.to_state())
-    except OSError as error:
-        print(EsgrpoError("prompt-history", str(error), f"{file} written", "a restart would know less of its prompts",
-                          "make room or set segment.history.path"), file=sys.stderr, flush=True)
-
-
-def write(file: str, state: dict) -> None:
-    """The old file or the new one, never a part. Raises OSError."""
-    os.makedirs(os.path.dirname(file), exist_ok=True)
-    scratch = f"{file}.new-{os.getpid()}"
-    try:
-        with open(scratch, "w", encoding="utf-8") as stream:
-            json.dump(state, stream, separators=(",", ":"))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(scratch, file)
-    except OSError:
-        if os.path.exists(scratch):
-            os.unlink(scratch)
-        raise
+        await asyncio.to_thread(lambda: state_files.write_or_say("prompt-history", file, history.to_state()))

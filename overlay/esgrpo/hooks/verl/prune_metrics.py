@@ -1,4 +1,4 @@
-"""What pruning did between two weight versions, gathered in the rollouter, which sees replaced groups as well."""
+"""What pruning did between two weight versions: from the rollouter, which sees replaced groups as well, or under v1."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ def note(rollouter, rows: list[dict], replaced: bool) -> None:
 
 def take(rollouter) -> dict[str, float]:
     """Metrics since the last call; none when pruning is off."""
-    from esgrpo.algo.accounting import length_bias, prune_report
-
     noted = rollouter.__dict__.pop("esgrpo_noted", None)
     if noted is None:
         return {}
     return {f"{PREFIX}prune/replaced_groups": noted["replaced"],
             # beside the trainer's esgrpo/waste/zero_variance, which never sees these groups
             f"{PREFIX}waste/zero_variance_replaced": noted["tokens"],
-            **{f"{PREFIX}prune/{name}": value for name, value in prune_report(noted["rows"]).items()},
-            **{f"{PREFIX}length_bias/{rule}": value for rule, value in length_bias(noted["rows"]).items()}}
+            **of(noted["rows"])}
+
+
+def of(rows: list[dict]) -> dict[str, float]:
+    """Report of the audit and length bias of every rule, from summaries of whole groups."""
+    from esgrpo.algo.accounting import length_bias, prune_report
+
+    return {**{f"{PREFIX}prune/{name}": value for name, value in prune_report(rows).items()},
+            **{f"{PREFIX}length_bias/{rule}": value for rule, value in length_bias(rows).items()}}

@@ -33,13 +33,14 @@ def build(original):
     def _step_once(self, *args, **kwargs):
         import inspect
 
-        from esgrpo.hooks.verl import v1_carry_over
+        from esgrpo.hooks.verl import v1_carry_over, v1_reissued
 
         metrics = inspect.signature(original).bind(self, *args, **kwargs).arguments["metrics"]
         pool = v1_carry_over.pool_of(self)
         batch = original(self, *args, **kwargs)
         if pool is not None:
             metrics.update(v1_carry_over.settle(self, pool, batch, metrics))
+        metrics.update(v1_reissued.take_metrics(self))
         return batch
 
     return _step_once

@@ -34,8 +34,8 @@ def build(original):
 
 def save(trainer) -> None:
     """Write the history, if there is one and a place for it."""
-    from esgrpo.hooks.verl import prompt_history
+    from esgrpo.hooks.verl import prompt_history, state_files
 
     file, history = prompt_history.path(), getattr(trainer, "esgrpo_history", None)
     if file is not None and history is not None:
-        prompt_history.write_or_say(file, history.to_state())
+        state_files.write_or_say("prompt-history", file, history.to_state())

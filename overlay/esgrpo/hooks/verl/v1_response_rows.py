@@ -34,7 +34,7 @@ def build(original):
         outputs = output if isinstance(output, list) else [output]
         if member is None or not outputs:  # validation, or a loop that gave nothing
             return await original(self, *args, **kwargs)
-        v1_response_rows.attach(member, outputs)
+        v1_response_rows.attach(member, outputs, group_decisions.report(self, member))
         result = await original(self, *args, **kwargs)
         member.score, member.acc = group_decisions.reward_of(outputs[-1])
         return result
@@ -42,9 +42,10 @@ def build(original):
     return _agent_loop_postprocess
 
 
-def attach(member, outputs) -> None:
-    """Every output of a session carries the session's summary; verl's version range starts at its first token."""
-    summary = member.summary()
+def attach(member, outputs, report: dict) -> None:
+    """Every output of a session carries the session's summary and what the audit knows of its rule; verl's version
+    range starts at its first token."""
+    summary = {**member.summary(), **report}
     for output in outputs:
         output.extra_fields["esgrpo"] = summary
         if member.spans and member.spans[0][0] >= 0:  # verl's range starts with the version at the end of an attempt

@@ -1,0 +1,89 @@
+"""Advantages under verl's v1 trainers: several outputs of a session, and the weights of audited pruning."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("vllm")
+pytest.importorskip("transfer_queue")
+
+import torch  # noqa: E402
+
+from ci.tests.contract.v1_scenes import batch_of, put  # noqa: E402
+from esgrpo.hooks.verl import v1_advantage, v1_weights, weighted_rows  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def advantages(hooked: bool, keys, rewards):
+    from verl.protocol import DataProto
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories as original
+
+    from esgrpo.hooks.verl import grpo_segment
+
+    core_algos.ADV_ESTIMATOR_REGISTRY.setdefault("grpo_segment", grpo_segment.grpo_segment)
+    data = DataProto.from_dict(
+        tensors={"response_mask": torch.ones(len(keys), 2), "token_level_rewards": torch.tensor(rewards),
+                 "token_level_scores": torch.tensor(rewards)},
+        non_tensors={"uid": np.array([key.split("_")[0] for key in keys], dtype=object)})
+    function = v1_advantage.build(original) if hooked else original
+    result = function(data, batch_keys=keys, adv_estimator="grpo_segment" if hooked is not None else "grpo",
+                      num_repeat=2, config={})
+    return result.batch["advantages"][:, 0].tolist()
+
+
+KEYS = ["u_0_0", "u_0_1", "u_0_2", "u_1_0"]  # the first session gave three outputs
+REWARDS = [[0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]]
+
+
+def test_a_session_counts_once_in_its_group():
+    assert advantages(True, KEYS, REWARDS) == pytest.approx(advantages(None, KEYS, REWARDS))  # verl's own for grpo
+    one_each = advantages(False, [KEYS[2], KEYS[3]], [REWARDS[2], REWARDS[3]])
+    assert advantages(True, KEYS, REWARDS) == pytest.approx([one_each[0]] * 3 + [one_each[1]])
+
+
+def test_without_the_hook_it_counts_three_times():
+    assert advantages(False, KEYS, REWARDS)[3] != pytest.approx(advantages(True, KEYS, REWARDS)[3])
+
+
+
+def weighted(queue, monkeypatch, hooked: bool):
+    """verl's own _compute_advantage over two kept rows, the second one an exempted candidate with pi 0.5."""
+    from verl.trainer.ppo import core_algos, ray_trainer
+    from verl.trainer.ppo.v1 import trainer_base, utils
+
+    from esgrpo.hooks.verl import grpo_segment
+
+    core_algos.ADV_ESTIMATOR_REGISTRY.setdefault("grpo_segment", grpo_segment.grpo_segment)
+    for session, (score, keep) in enumerate([(1.0, 1.0), (0.0, 0.5), (0.0, 1.0)]):
+        key = f"u_{session}_0"
+        put(queue, key, 2 + session)  # of different lengths, or the queue would stack instead of nesting
+        queue.rows[key]["extra_fields"]["esgrpo"] |= {"keep_probability": keep, "pivot": 0.0 if keep < 1 else None}
+        queue.rows[key] |= {"uid": "u", "rm_scores": torch.tensor([0.0] * (1 + session) + [score])}
+    trainer = SimpleNamespace(config=SimpleNamespace(
+        algorithm=SimpleNamespace(use_kl_in_reward=False, gamma=1.0, lam=1.0, adv_estimator="grpo_segment",
+                                  get=lambda name, default=None: {"norm_adv_by_std_in_grpo": False}.get(name, default)),
+        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=3))))
+    original = trainer_base.PPOTrainer._compute_advantage
+    if hooked:
+        monkeypatch.setattr(utils, "compute_advantage", weighted_rows.build(ray_trainer.compute_advantage))
+        monkeypatch.setattr(trainer_base, "compute_advantage_for_multi_trajectories",
+                            v1_advantage.build(utils.compute_advantage_for_multi_trajectories))
+        original = v1_weights.build(original)
+    keys = [f"u_{session}_0" for session in range(3)]
+    original(trainer, batch_of(queue, *keys), {})
+    return [float(queue.rows[key]["advantages"][0]) for key in keys]
+
+
+def test_keep_probabilities_reach_the_estimator(queue, monkeypatch):
+    """A_i = R_i - 1/(n-1) sum of w_j R_j over the others, times w_i (n-1)/n; only the first has a reward."""
+    assert weighted(queue, monkeypatch, True) == pytest.approx([2 / 3, -2 / 3, -1 / 3])
+
+
+def test_without_the_hooks_every_row_weighs_one(queue, monkeypatch):
+    assert weighted(queue, monkeypatch, False) == pytest.approx([2 / 3, -1 / 3, -1 / 3])

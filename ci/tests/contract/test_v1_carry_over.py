@@ -1,0 +1,214 @@
+"""Carry-over, checkpoint and restart of verl's v1 trainers, on its real replay buffer and the trainer's own methods."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("vllm")
+pytest.importorskip("transfer_queue")
+
+import torch  # noqa: E402
+
+from ci.tests.contract.v1_scenes import Trainer  # noqa: E402
+from esgrpo.hooks.verl import v1_carry_checkpoint, v1_carry_over, v1_failure, v1_reissued  # noqa: E402
+from esgrpo.hooks.verl.records import read  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def test_carried_groups_come_first_and_stale_ones_are_dropped(queue, tmp_path):
+    trainer = Trainer(queue, tmp_path)
+    first = trainer.submit(3)
+    trainer.complete(first[0])
+    assert trainer.step(1) == {"trained": 1, "trained_carried": 0, "carried": 2, "unfinished": 2, "dropped": 0,
+                               "excused": 0, "age_max": 1, "carried_age_max": 1, "partial": 0}
+    trainer.complete(*trainer.submit(1), first[1])
+    seen = trainer.step(1)
+    assert seen["trained_carried"] == 1 and seen["age_max"] == 2 and seen["carried"] == 2
+    trainer.complete(first[2])
+    seen = trainer.step(1)
+    assert seen["dropped"] == 1 and seen["trained"] == 1 and seen["age_max"] == 2  # two versions old, two are allowed
+
+
+def test_a_group_that_vanishes_stops_the_run(queue, tmp_path):
+    from esgrpo.errors import EsgrpoError
+
+    trainer = Trainer(queue, tmp_path)
+    names = trainer.submit(3)
+    trainer.complete(names[0])
+    trainer.step(1)
+    del queue.tags[names[1]]
+    trainer.complete(names[2])
+    with pytest.raises(EsgrpoError, match=f"carry-over.*{names[1]}"):
+        trainer.step(1)
+
+
+def checkpoint(trainer, monkeypatch, hooked: bool) -> bool:
+    """verl's own _save_checkpoint; True when the pool lay on disk before the checkpoint was marked as the latest."""
+    import transfer_queue
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    folder = Path(v1_carry_over.folder(trainer, trainer.global_steps))
+    seen = []
+
+    def save_queue(path, metadata=None):
+        seen.append((folder / v1_carry_over.STATE_FILE).exists())
+
+    monkeypatch.setattr(transfer_queue, "save_checkpoint", save_queue, raising=False)
+    settings = trainer.config.trainer
+    settings.default_hdfs_dir, settings.get = None, lambda _name, default=None: default
+    trainer.config.actor_rollout_ref.actor = {}
+    trainer.use_critic, trainer.train_dataloader = False, SimpleNamespace(state_dict=dict)
+    trainer.actor_rollout_wg = SimpleNamespace(save_checkpoint=lambda *_args, **_kwargs: None)
+    trainer.checkpoint_callback = SimpleNamespace(on_save=lambda **_: None)
+    original = PPOTrainer._save_checkpoint
+    (v1_carry_checkpoint.build(original) if hooked else original)(trainer)
+    assert (folder.parent / "latest_checkpointed_iteration.txt").read_text() == str(trainer.global_steps)
+    return seen == [True]
+
+
+def restart(queue, tmp_path, monkeypatch, lose: bool, hooked: bool = True):
+    """A checkpoint after one step, and a second trainer that goes on from it; verl re-issues what was unfinished."""
+    trainer = Trainer(queue, tmp_path, mode="auto")
+    names = trainer.submit(3)
+    trainer.complete(names[0])
+    metrics = {}
+    batch = v1_carry_over.build(Trainer._step_once)(trainer, metrics, {}, sample_batch_size=1)
+    assert checkpoint(trainer, monkeypatch, hooked) is hooked
+    queue.kv_clear(batch.keys, "train")
+    again = Trainer(queue, tmp_path, mode="auto")
+    again.global_steps, again.number = 2, 10
+    for name in names[1:]:
+        queue.tags[name]["global_steps"] = 2  # what _reissue_inflight_prompts does
+    if lose:
+        del queue.tags[names[1]]
+    again.complete(names[2])
+    return again.step(1)
+
+
+def test_nothing_is_lost_at_checkpoint_and_restart(queue, tmp_path, monkeypatch):
+    assert restart(queue, tmp_path, monkeypatch, lose=False)["trained_carried"] == 1
+
+
+def test_a_group_that_did_not_come_back_is_noticed(queue, tmp_path, monkeypatch):
+    from esgrpo.errors import EsgrpoError
+
+    with pytest.raises(EsgrpoError, match="1 carried groups are gone"):
+        restart(queue, tmp_path, monkeypatch, lose=True)
+
+
+def test_without_the_hook_on_the_checkpoint_nobody_notices(queue, tmp_path, monkeypatch):
+    assert restart(queue, tmp_path, monkeypatch, lose=True, hooked=False)["trained"] == 1
+
+
+def reissue(queue, tmp_path, monkeypatch, hooked: bool) -> dict:
+    """verl's own _reissue_inflight_prompts: one group complete, one with one member of two ended, one not begun."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
+    trainer, sent = Trainer(queue, tmp_path), []
+    names = trainer.submit(3)
+    trainer.complete(names[0])
+    for index in range(2):  # two outputs of one session are one response
+        queue.tags[f"{names[1]}_0_{index}"] = {"status": "success", "response_len": 7}
+    for name in names:
+        queue.rows[name] = {"input_ids": torch.ones(2, dtype=torch.int64)}
+    trainer.agent_loop_manager = SimpleNamespace(generate_sequences=sent.append)
+    original = PPOTrainer._reissue_inflight_prompts
+    assert (v1_reissued.build(original) if hooked else original)(trainer) == len(names) - 1 == len(sent[0])
+    assert set(queue.tags) == {*names, f"{names[0]}_0_0", f"{names[0]}_1_0"}  # verl has thrown the ended member away
+    for name in names[1:]:
+        trainer.complete(name)
+    metrics = {}
+    for _ in range(2):
+        batch = v1_carry_over.build(Trainer._step_once)(trainer, metrics, {}, sample_batch_size=1)
+        queue.kv_clear(batch.keys, "train")
+        yield {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("esgrpo/restart/")}
+        metrics.clear()
+
+
+def test_what_a_restart_generates_again_is_said_and_counted_once(queue, tmp_path, monkeypatch, capfd):
+    lost = {"groups": 2, "finished": 1, "tokens": 14, "running": 3}
+    assert list(reissue(queue, tmp_path, monkeypatch, hooked=True)) == [lost, {}]
+    said = capfd.readouterr().err
+    assert "2 prompt groups" in said and "1 responses that had ended (14 tokens)" in said
+    assert [{name: row[name] for name in lost} for row in read(str(tmp_path), "restart")] == [lost]
+
+
+def test_without_the_hook_the_restart_is_silent(queue, tmp_path, monkeypatch, capfd):
+    assert list(reissue(queue, tmp_path, monkeypatch, hooked=False)) == [{}, {}]
+    assert "esgrpo" not in capfd.readouterr().err and read(str(tmp_path), "restart") == []
+
+
+def test_a_group_starts_as_a_whole_because_its_short_members_would_be_left():
+    """Keep what has ended and draw the rest again: a third shorter than the truth, verl's way loses half of that."""
+    rng = random.Random(1)
+    limit, groups = 200, 5000  # tokens made before the restart
+
+    def draw() -> int:
+        return rng.choice([100, 100, 100, 400])
+
+    full = [[draw() for _ in range(4)] for _ in range(groups)]
+    kept = [[tokens if tokens <= limit else draw() for tokens in group] for group in full]
+    whole = [group if max(group) <= limit else [draw() for _ in group] for group in full]
+    true, short, verls = (statistics.fmean(map(statistics.fmean, made)) for made in (full, kept, whole))
+    assert short < 0.75 * true < verls < true
+
+
+def test_a_sampler_of_the_users_own_keeps_its_own_rules(queue, tmp_path):
+    trainer = Trainer(queue, tmp_path)
+    trainer.replay_buffer = SimpleNamespace()
+    assert v1_carry_over.pool_of(trainer) is None
+
+
+def rounds(monkeypatch, queue, tmp_path, hooked: bool) -> int:
+    """Lets group after group fail; returns how many verl submitted until one was fine."""
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+    if hooked:
+        monkeypatch.setattr(ReplayBuffer, "_evict_terminal_groups",
+                            v1_failure.build(ReplayBuffer._evict_terminal_groups))
+    trainer, replaced = Trainer(queue, tmp_path, threshold=None), []
+
+    def refill(count: int) -> None:
+        for name in trainer.submit(count):
+            replaced.append(name)
+            if len(replaced) > LONG:
+                trainer.complete(name)
+            else:
+                queue.tags[name]["status"] = "failure"
+
+    trainer.replay_buffer.refill_fn = refill
+    refill(1)
+    trainer.step(1)
+    return len(replaced)
+
+
+LONG = 50  # replaced groups after which the scene ends by itself: more than the hook allows in a row
+
+
+def test_a_run_in_which_every_group_fails_ends(monkeypatch, queue, tmp_path):
+    from esgrpo.errors import EsgrpoError
+
+    with pytest.raises(EsgrpoError, match="32 prompt groups failed in a row"):
+        rounds(monkeypatch, queue, tmp_path, hooked=True)
+
+
+def test_without_the_hook_verl_goes_on(monkeypatch, queue, tmp_path):
+    assert rounds(monkeypatch, queue, tmp_path, hooked=False) > LONG
+
+
+def test_a_group_that_ends_well_starts_the_count_anew():
+    from esgrpo.algo.failures import FailureStreak
+
+    streak = FailureStreak(3)
+    assert not streak.observe({"a", "b"}, ())
+    assert not streak.observe({"c"}, {"good"})
+    assert not streak.observe({"d"}, {"good"})
+    assert streak.in_a_row == 2 and streak.observe({"e"}, {"good"}) and not streak.observe((), {"good", "other"})

@@ -1,0 +1,160 @@
+"""Rows of verl's v1 trainers: what a response lived through, masks, and records; each beside verl without the hook."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("vllm")
+pytest.importorskip("transfer_queue")
+
+import torch  # noqa: E402
+
+from ci.tests.contract.v1_scenes import batch_of, put  # noqa: E402
+from esgrpo.hooks.verl import attempts, v1_masked_rows, v1_response_rows, v1_trained_rows  # noqa: E402
+
+pytestmark = pytest.mark.slow
+PRUNING = json.dumps({"enable": True, "segment_length": 2, "prune": {"repetition": {"enable": True}}})
+
+
+def postprocess(queue, hooked: bool) -> dict:
+    """One response through verl's own postprocessing; returns its tag and row."""
+    import ray.actor  # noqa: F401
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+
+    async def nothing(*_args, **_kwargs):
+        return None
+
+    async def score(outputs, kwargs):
+        outputs[-1].reward_score = 1.0
+        outputs[-1].extra_fields["reward_extra_info"] = {"acc": True}
+
+    original = AgentLoopWorkerTQ.__ray_metadata__.modified_class._agent_loop_postprocess
+    function = v1_response_rows.build(original) if hooked else original
+    worker = SimpleNamespace(
+        _compute_score=score, _compute_teacher_logprobs=nothing, _compute_multi_modal_inputs=lambda *_: {},
+        _compute_position_ids=lambda ids, *_: torch.arange(ids.shape[1]).unsqueeze(0))
+    output = AgentLoopOutput(prompt_ids=[1, 2], response_ids=[3, 4, 5], response_mask=[1, 1, 1], num_turns=2,
+                             metrics=AgentLoopMetrics(), extra_fields={"min_global_steps": 7, "max_global_steps": 7})
+    member = attempts.Member("u", 0)
+    member.spans, member.tokens = [[5, 2], [7, 1]], 3
+
+    async def scene():
+        token = attempts.current.set(member)
+        try:
+            await function(worker, output, False, uid="u", session_id=0, global_steps=6, raw_prompt=[])
+        finally:
+            attempts.current.reset(token)
+
+    asyncio.run(scene())
+    return {"tag": queue.tags["u_0_0"], "fields": queue.rows["u_0_0"]["extra_fields"], "score": member.score}
+
+
+def test_a_row_carries_what_the_response_lived_through(queue):
+    seen = postprocess(queue, hooked=True)
+    assert seen["fields"]["esgrpo"]["spans"] == [[5, 2], [7, 1]] and seen["score"] == 1.0
+    assert (seen["tag"]["min_global_steps"], seen["tag"]["max_global_steps"]) == (5, 7)
+
+
+def test_without_the_hook_it_looks_entirely_fresh(queue):
+    seen = postprocess(queue, hooked=False)
+    assert "esgrpo" not in seen["fields"] and seen["tag"]["min_global_steps"] == 7
+
+
+def sampled(queue):
+    put(queue, "a_0_0", 3)
+    put(queue, "a_1_0", 2, outcome="prune", rule="repetition")
+    put(queue, "b_0_0", 2, outcome="prune", rule="repetition")  # pruned whole: left alone
+    put(queue, "pad_0_0", 1, padding=True, outcome="prune")
+    return batch_of(queue, *queue.rows)
+
+
+def test_pruned_rows_are_masked_before_verl_reads_the_batch(queue, monkeypatch):
+    batch, seen = sampled(queue), []
+
+    def original(self, batch, metrics, logging_prefix="global_seqlen", keep_minibatch=False):
+        seen.append({key: int(row["response_mask"].sum()) for key, row in queue.rows.items()})
+        return batch
+
+    for settings in (PRUNING, "{}"):  # the second one is the control: nothing is pruned, nothing is touched
+        for row in queue.rows.values():
+            row["response_mask"] = torch.ones_like(row["response_mask"])
+        monkeypatch.setenv("ESGRPO_SEGMENT", settings)
+        assert v1_masked_rows.build(original)(SimpleNamespace(), batch, metrics={}) is batch
+    assert seen == [{"a_0_0": 3, "a_1_0": 0, "b_0_0": 2, "pad_0_0": 1},
+                    {"a_0_0": 3, "a_1_0": 2, "b_0_0": 2, "pad_0_0": 1}]
+
+
+def test_masking_writes_both_masks_and_says_which(queue):
+    assert v1_masked_rows.mask(sampled(queue)) == ["a_1_0"]
+    assert int(queue.rows["a_1_0"]["loss_mask"].sum()) == 0 and int(queue.rows["a_0_0"]["loss_mask"].sum()) == 3
+
+
+def trained(queue, monkeypatch, tmp_path, hooked: bool, change=lambda queue: None):
+    """verl's own _compute_metrics on a sampled batch; returns (records of trained rows, metrics)."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    from esgrpo.hooks.verl.records import read
+
+    monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(v1_trained_rows, "windows", lambda trainer: {"esgrpo/bubble_rate": 0.5})
+    sampled(queue)
+    put(queue, "c_0_0", 2)
+    put(queue, "c_0_1", 4)
+    change(queue)
+    for number, (key, row) in enumerate(queue.rows.items()):
+        row["response_mask"] = row["response_mask"].bool()
+        prompt = torch.ones(2 + number % 2, dtype=torch.int64)  # of different lengths, or the queue would stack them
+        row.update(prompts=prompt, responses=torch.ones_like(row["loss_mask"]), returns=row["advantages"], num_turns=2,
+                   token_level_rewards=row["rm_scores"])
+        queue.tags[key].update(min_global_steps=1, max_global_steps=2)
+    rollout = SimpleNamespace(get=lambda _name, default=None: default)
+    trainer = SimpleNamespace(
+        global_steps=3, use_critic=False, _get_n_gpus_for_throughput=lambda: 1,
+        _rollout_moe_lb_metrics_accumulator=None,
+        config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=SimpleNamespace())))
+    original, metrics = PPOTrainer._compute_metrics, {}
+    timing = dict.fromkeys(("step", "gen", "update_actor"), 1.0)
+    (v1_trained_rows.build(original) if hooked else original)(trainer, batch_of(queue, *queue.rows), metrics, timing,
+                                                              global_steps=3, epoch=0)
+    return read(str(tmp_path), "trained"), metrics
+
+
+def test_trained_rows_leave_out_padding_and_all_outputs_but_the_last(queue, monkeypatch, tmp_path):
+    rows, metrics = trained(queue, monkeypatch, tmp_path, hooked=True)
+    assert [(row["group"], row["tokens"], row["step"]) for row in rows] == [("a", 3, 3), ("a", 2, 3), ("b", 2, 3),
+                                                                          ("c", 4, 3)]
+    assert all(row["correct"] for row in rows)  # acc decides, the scores are zero
+    assert metrics["training/global_step"] == 3 and metrics["esgrpo/bubble_rate"] == 0.5
+    assert "esgrpo/prune/rate" in metrics
+
+
+def test_audited_pruning_is_reported_with_its_length_bias(queue, monkeypatch, tmp_path):
+    """The long one of three was exempted with probability 1/4: it stands for three that would have been pruned."""
+    audited = {"enable": True, "prune": {"finish_group_after": 2, "audit": {"enable": True}}}
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps(audited))
+    plain = {"candidate": False, "exempted": False, "keep_probability": 1.0, "candidate_rule": "",
+             "tokens_at_decision": None}
+    exempted = {"candidate": True, "exempted": True, "keep_probability": 0.25, "candidate_rule": "enough",
+                "tokens_at_decision": 3, "audit": {"false_rate": 0.5, "false_rate_bound": 0.9, "outcomes": 2}}
+
+    def summaries(queue):
+        for row in queue.rows.values():
+            row["extra_fields"]["esgrpo"] |= plain
+        queue.rows["c_0_1"]["extra_fields"]["esgrpo"] |= exempted
+
+    _, metrics = trained(queue, monkeypatch, tmp_path, hooked=True, change=summaries)
+    assert metrics["esgrpo/prune/false_rate"] == 0.5 and metrics["esgrpo/prune/tokens_saved"] == 3 * (4 - 3)
+    # trained: one long row of two; in complete groups four of five
+    assert metrics["esgrpo/length_bias/enough"] == pytest.approx(4 / 5 - 1 / 2)
+
+
+def test_without_the_hook_nothing_of_this_is_said(queue, monkeypatch, tmp_path):
+    rows, metrics = trained(queue, monkeypatch, tmp_path, hooked=False)
+    assert rows == [] and metrics["training/global_step"] == 3
+    assert not [name for name in metrics if name.startswith("esgrpo/")]

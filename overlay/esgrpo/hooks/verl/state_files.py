@@ -1,0 +1,74 @@
+"""Files that outlive a run: written whole or not at all, set aside when they cannot be understood."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def restored(who: str, file: str | None, parse):
+    """`parse(content)` of a JSON file; None when there is no file, or one that `parse` refuses with a ValueError.
+
+    The latter is set aside and said so. Raises EsgrpoError when the file is there and cannot be read or set aside: it
+    would be overwritten.
+    """
+    from esgrpo.errors import EsgrpoError
+
+    if file is None or not os.path.exists(file):
+        return None
+    try:
+        with open(file, encoding="utf-8") as stream:
+            return parse(json.load(stream))
+    except ValueError as error:  # not JSON, not text, damaged, or of a newer esgrpo
+        reason = f"{file}: {error}"
+    except OSError as error:
+        raise EsgrpoError(who, str(error), "a state file that can be read", "it would be lost, the run stops",
+                          "correct its permissions, or move it away") from None
+    kept = _set_aside(who, file)
+    print(EsgrpoError(who, reason, "a state that this version wrote under these settings", "it starts empty",
+                      f"the old file is kept as {kept}: use the esgrpo and the settings that wrote it, or delete it"),
+          file=sys.stderr, flush=True)
+    return None
+
+
+def _set_aside(who: str, file: str) -> str:
+    from esgrpo.errors import EsgrpoError
+
+    number = 1
+    while os.path.exists(f"{file}.unreadable-{number}"):
+        number += 1
+    kept = f"{file}.unreadable-{number}"
+    try:
+        os.rename(file, kept)
+    except OSError as error:
+        raise EsgrpoError(who, str(error), "a damaged state file that can be renamed",
+                          "it would be overwritten, the run stops", f"move {file} away") from None
+    return kept
+
+
+def write_or_say(who: str, file: str, state: dict) -> None:
+    """A failed write costs what would have been remembered, not the run."""
+    from esgrpo.errors import EsgrpoError
+
+    try:
+        write(file, state)
+    except OSError as error:
+        print(EsgrpoError(who, str(error), f"{file} written", "a restart would know less",
+                          "make room or set segment.history.path"), file=sys.stderr, flush=True)
+
+
+def write(file: str, state: dict) -> None:
+    """The old file or the new one, never a part. Raises OSError."""
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    scratch = f"{file}.new-{os.getpid()}"
+    try:
+        with open(scratch, "w", encoding="utf-8") as stream:
+            json.dump(state, stream, separators=(",", ":"))
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(scratch, file)
+    except OSError:
+        if os.path.exists(scratch):
+            os.unlink(scratch)
+        raise

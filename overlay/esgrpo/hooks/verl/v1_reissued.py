@@ -1,0 +1,78 @@
+"""Says and counts what a restart of verl's v1 trainers generates a second time."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="v1-reissued-groups",
+    target="verl.trainer.ppo.v1.trainer_base:PPOTrainer._reissue_inflight_prompts",
+    process=("v1-task-runner",),
+    kind="wrap",
+    why="a restored TransferQueue holds the finished members of unfinished groups; this method throws them away and "
+        "generates the whole group again, which only verl's log at INFO says, in rows",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "332d7c13004b4d2d"}),),
+    remove_when="verl's v1 checkpoint holds the tokens of responses that are being generated",
+    features=("v1",),
+    relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",),
+    without=(("==0.7.0", "no v1 trainers"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def _reissue_inflight_prompts(self, *args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl import v1_reissued
+
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        lost = v1_reissued.unfinished(self, bound.arguments["partition_id"])
+        result = original(self, *args, **kwargs)
+        if lost["groups"]:
+            v1_reissued.say(lost)
+            self.esgrpo_restart = lost
+        return result
+
+    return _reissue_inflight_prompts
+
+
+def unfinished(trainer, partition: str) -> dict[str, int]:
+    """Groups without an end in the queue, their members that had ended, the tokens of these, and all other members.
+
+    The finished ones are not kept on purpose. They are the short ones of their group, and those that were running have
+    lost their tokens: drawn again, they would come out shorter than the ones they stand for. Starting the group as a
+    whole costs tokens and leaves every group a sample of n.
+    """
+    import transfer_queue
+
+    from esgrpo.hooks.verl.v1_rows import group_of
+
+    tags = (transfer_queue.kv_list(partition) or {}).get(partition, {})
+    groups = {key for key, tag in tags.items()
+              if tag.get("is_prompt", False) and tag.get("status") in ("pending", "running")}
+    rows = {key: tag for key, tag in tags.items() if not tag.get("is_prompt", False) and group_of(key) in groups}
+    ended = {key.rpartition("_")[0] for key in rows}  # a session may have given several rows
+    tokens = sum(tag.get("response_len", 0) for tag in rows.values())
+    return {"groups": len(groups), "finished": len(ended), "tokens": tokens,
+            "running": len(groups) * trainer.config.actor_rollout_ref.rollout.n - len(ended)}
+
+
+def say(lost: dict[str, int]) -> None:
+    import sys
+
+    from esgrpo.hooks.verl.records import write
+
+    write("restart", lost)
+    print(f"esgrpo: restart: {lost['groups']} prompt groups were unfinished and start anew: {lost['finished']} "
+          f"responses that had ended ({lost['tokens']} tokens) are generated a second time, {lost['running']} that had "
+          "not lose what they had", file=sys.stderr, flush=True)
+
+
+def take_metrics(trainer) -> dict[str, float]:
+    """For the first step after a restart."""
+    lost = trainer.__dict__.pop("esgrpo_restart", {})
+    return {f"esgrpo/restart/{name}": float(value) for name, value in lost.items()}
