@@ -18,6 +18,7 @@ SIMILAR = 0.8  # difflib ratio from which a name counts as misspelt
 SEGMENT = "actor_rollout_ref.rollout.segment"
 MOVED = {"recipe.fully_async_policy.fully_async_main": "verl.experimental.fully_async_policy.fully_async_main",
          "recipe.one_step_off_policy.main_ppo": "verl.experimental.one_step_off_policy.main_ppo"}
+BUILT = ("actor_rollout_ref.", "critic.")  # sections that verl turns into dataclasses
 FREE = ("override", "kwargs")  # sections with such a name are handed on to other libraries
 SHOWN = 3  # dropped arguments that are named
 
@@ -95,6 +96,11 @@ def _launch(launch: Launch, release: Release) -> tuple[list[Finding], str]:
     if options["--config-name"] and not UNKNOWN.search(options["--config-name"]):
         name = options["--config-name"].removesuffix(".yaml")
     findings += _twice(overrides) + _from_environment(overrides)
+    outside = next((a for a in overrides if a.text.lstrip("+").startswith("hydra.searchpath=")), None)
+    if outside:
+        findings.append(Finding(outside.line, NOTE, "hydra.searchpath", "configs come from outside verl, so nothing was "
+                                "composed", "check it where that package is installed"))
+        return findings, f"{head}: not composed"
     return findings + _composed(launch, release, config_dir, name, overrides), f"{head}, config {name}"
 
 
@@ -148,6 +154,9 @@ def _composed(launch: Launch, release: Release, config_dir: Path, name: str, ove
     commented = [argument for argument in launch.commented if "=" in argument.text]
     segment = any(SEGMENT in text or "loss_mode=pois" in text or "loss_mode=sais" in text for text in texts)
     answer = release.compose(config_dir, name, texts, segment)
+    if answer is not None and "broken" in answer:
+        return [Finding(launch.line, ERROR, name, f"does not compose in verl {release.version}: {answer['broken']}",
+                        "check --config-path and --config-name")]
     if answer is None:
         return _without_hydra(release, overrides, commented)
     findings = []
@@ -189,12 +198,12 @@ def _key(argument: Argument, result: dict, keys: list[str], release: Release) ->
         return []
     close = difflib.get_close_matches(missing, result["beside"], 1, cutoff=SIMILAR)
     kind = result["target"].rpartition(".")[2]
-    fields = release.fields.get(kind)
+    fields = release.fields.get(kind) if key.startswith(BUILT) else None
     if fields and missing not in fields and missing not in result["beside"]:
         return [Finding(argument.line, ERROR, key, f"verl's {kind} has no field {missing}: Hydra adds it, and the "
                         "worker that builds the dataclass stops", _suggestion(key, result, keys))]
-    passed_on = any(word in part for part in key.rpartition(".")[0].split(".") for word in FREE)
-    if missing not in release.names and not (passed_on and not close):
+    passed_on = any(word in f"{result['at']}.{missing}" for word in FREE)
+    if missing not in release.names and not passed_on:
         return [Finding(argument.line, ERROR if close else WARNING, key, f"the + makes Hydra accept it, but no source "
                         f"file of verl {release.version} mentions {missing} {_below(result)}: nobody reads it",
                         _suggestion(key, result, keys))]
@@ -244,12 +253,17 @@ def _overlay(said: list[dict], release: Release, lines: dict[str, int], launch: 
     if not said:
         return []
     line = _line(lines, SEGMENT, launch)
+    places = _places()
+    if not any(place.contains(release.version, prereleases=True) for place in places):
+        return [Finding(line, ERROR, SEGMENT, f"the overlay does not start with verl {release.version}, only with "
+                        f"{' and '.join(map(str, places))}", "use such a release, or drop segment.*")]
     findings = [Finding(line, NOTE, SEGMENT, "is read by the overlay; plain verl stops at the unknown field",
                         "start with: esgrpo run -- bash SCRIPT")]
     for entry in said:
         if "features" in entry:
-            findings += [Finding(line, WARNING, slug, f"{why} (verl {release.version})", "the run goes on without it")
-                         for slug, why in _without_place(set(entry["features"]), release.version)]
+            findings += [Finding(line, WARNING, SEGMENT, f"{feature} has no hook in verl {release.version}: {why}",
+                                 "use another release, or drop it")
+                         for feature, why in _without_place(entry["features"], release.version)]
         elif "refusal" in entry:
             who, found, wanted, consequence, todo = entry["refusal"]
             findings.append(Finding(_line(lines, who, launch), ERROR, who, f"{found}, wanted {wanted}; {consequence}",
@@ -260,18 +274,30 @@ def _overlay(said: list[dict], release: Release, lines: dict[str, int], launch: 
     return findings
 
 
-def _without_place(features: set[str], version: str) -> list[tuple[str, str]]:
-    """Hooks for these features that say themselves why this release has no place for them."""
+def _places() -> list:
+    """Releases whose driver the overlay can prepare."""
+    from packaging.specifiers import SpecifierSet
+
+    from esgrpo.hooks.verl import driver_start, partial_start
+
+    return [SpecifierSet(release.spec) for module in (partial_start, driver_start) for release in module.HOOK.releases]
+
+
+def _without_place(features: list[str], version: str) -> list[tuple[str, str]]:
+    """Features that have hooks in some verl and none in this one, with the hooks' own reasons."""
     from packaging.specifiers import SpecifierSet
 
     from esgrpo import engine
 
+    hooks = [record.hook for record in engine.load_hooks().values()]
     found = []
-    for record in engine.load_hooks().values():
-        hook = record.hook
-        if hook.upstream == "verl" and features & set(hook.features):
-            found += [(hook.slug, why) for spec, why in hook.without
-                      if SpecifierSet(spec).contains(version, prereleases=True)]
+    for feature in features:
+        ours = [hook for hook in hooks if hook.upstream == "verl" and feature in hook.features]
+        specs = [SpecifierSet(release.spec) for hook in ours for release in hook.releases]
+        if ours and not any(spec.contains(version, prereleases=True) for spec in specs):
+            reasons = {why for hook in ours for spec, why in hook.without
+                       if SpecifierSet(spec).contains(version, prereleases=True)}
+            found.append((feature, "; ".join(sorted(reasons)) or "nothing was tested there"))
     return found
 
 

@@ -62,7 +62,10 @@ def compose(request: dict) -> dict:
 
     results: list[dict] = [{} for _ in request["overrides"]]
     with initialize_config_dir(request["config_dir"], version_base=None):
-        hydra_compose(request["config_name"])  # the release itself must compose
+        try:
+            hydra_compose(request["config_name"])
+        except Exception as error:
+            return {"broken": _said(error)}
         loader = GlobalHydra.instance().config_loader()
         parser, groups, values = OverridesParser.create(config_loader=loader), [], []
         for index, text in enumerate(request["overrides"]):

@@ -129,12 +129,17 @@ def model_parallel(c: Config) -> int | None:
         sizes = c.numbers(*(f"{ACTOR}.megatron.{name}_parallel_size"
                             for name in ("tensor_model", "pipeline_model", "context")))
         return sizes and sizes[0] * sizes[1] * sizes[2]
-    if c.get(f"{ACTOR}.strategy") in ("fsdp", "fsdp2"):
-        sizes = [c.number(key) for key in (f"{ACTOR}.ulysses_sequence_parallel_size",
-                                           f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")]
-        known = [size for size in sizes if size]
-        return max(known) if known and c.is_known(f"{ACTOR}.ulysses_sequence_parallel_size") else None
-    return None
+    return sequence_parallel(c)
+
+
+def sequence_parallel(c: Config) -> int | None:
+    """Ranks that share one row; None when not known."""
+    if c.megatron:
+        return c.number(f"{ACTOR}.megatron.context_parallel_size")
+    keys = f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
+    if c.get(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2") or not all(map(c.is_known, keys)):
+        return None
+    return max((c.number(key) or 1 for key in keys))
 
 
 def batches(c: Config) -> Iterator[Found]:
@@ -156,7 +161,7 @@ def batches(c: Config) -> Iterator[Found]:
         return
     ranks = devices // together
     if mini and n and (mini * n) % ranks:
-        yield (ERROR, f"{ACTOR}.ppo_mini_batch_size", f"{mini} prompts x {n} responses = {mini * n} rows cannot be "
+        yield (ERROR if mini * n < ranks else WARNING, f"{ACTOR}.ppo_mini_batch_size", f"{mini} prompts x {n} responses = {mini * n} rows cannot be "
                f"divided among {ranks} data-parallel ranks", f"make ppo_mini_batch_size x n a multiple of {ranks}")
 
 
@@ -178,14 +183,11 @@ def lengths(c: Config) -> Iterator[Found]:
                f"response may have {sizes[0]} + {sizes[1]} = {longest}: vLLM refuses a max_model_len above it, and an "
                "interrupted response could not be prefilled again",
                f"set enable_chunked_prefill=True, or max_num_batched_tokens={longest}")
-    sequence = c.number(f"{ACTOR}.ulysses_sequence_parallel_size") or 1
-    context = c.number(f"{ACTOR}.megatron.context_parallel_size") if c.megatron else 1
-    limit = c.number(f"{ACTOR}.ppo_max_token_len_per_gpu")
-    if c.get(f"{ACTOR}.use_dynamic_bsz") and limit and limit * sequence * (context or 1) < longest:
-        yield (WARNING, f"{ACTOR}.ppo_max_token_len_per_gpu", f"{limit} tokens x {sequence * (context or 1)} ranks of a "
-               f"sequence, but one row may have {longest}: the update of the first long row fails "
-               "(max_token_len must be greater than the sequence length)",
-               f"set it to at least {-(-longest // (sequence * (context or 1)))}")
+    ranks, limit = sequence_parallel(c), c.number(f"{ACTOR}.ppo_max_token_len_per_gpu")
+    if c.get(f"{ACTOR}.use_dynamic_bsz") and limit and ranks and limit * ranks < longest:
+        yield (WARNING, f"{ACTOR}.ppo_max_token_len_per_gpu", f"{limit} tokens x {ranks} ranks of a sequence, but one row "
+               f"may have {longest}: the update of the first long row fails (max_token_len must be greater than the "
+               "sequence length)", f"set it to at least {-(-longest // ranks)}")
 
 
 def losses(c: Config) -> Iterator[Found]:
@@ -201,7 +203,8 @@ def losses(c: Config) -> Iterator[Found]:
     if c.get(f"{ASYNC}.compute_prox_log_prob") and c.get(f"{ASYNC}.use_rollout_log_probs") is False:
         yield (WARNING, f"{ASYNC}.compute_prox_log_prob", "True with use_rollout_log_probs=False computes log-probs that "
                "nothing reads", f"set {ASYNC}.use_rollout_log_probs=True or drop it")
-    if c.get("algorithm.adv_estimator") == "grpo" and c.number(f"{ROLLOUT}.n") == 1:
+    distilled = c.get("distillation.enabled")
+    if c.get("algorithm.adv_estimator") == "grpo" and c.number(f"{ROLLOUT}.n") == 1 and not distilled:
         yield (WARNING, f"{ROLLOUT}.n", "1 response a prompt, so GRPO has no group to compare with",
                f"set {ROLLOUT}.n to 2 or more")
     same = c.get(f"{ACTOR}.strategy"), c.get("critic.strategy")

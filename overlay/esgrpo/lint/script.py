@@ -36,6 +36,11 @@ def is_unknown(text: str) -> bool:
     return "\0" in text
 
 
+def _home(text: str) -> str:
+    """Tilde expansion, which bash does behind = and :- but not inside other words."""
+    return unknown("HOME") + text[1:] if re.match(r"~(/|$)", text) else text
+
+
 @dataclass
 class Argument:
     text: str
@@ -81,7 +86,7 @@ class Script:
         self.launches: list[Launch] = []
         self._frames: list[_Frame] = []
         self._files: list[Path] = []
-        self._read(path)
+        self._read(path.resolve())
 
     def _read(self, path: Path) -> None:
         if len(self._files) >= MAX_SOURCED:
@@ -255,7 +260,8 @@ class Script:
             value: str | list[str] = [text for element in word.array for text in self.expand(element)]
         else:
             kind, text, quoted = word.pieces[0]
-            rest = Word(word.line, [(kind, text[skip:], quoted), *word.pieces[1:]])
+            home = _home(text[skip:])
+            rest = Word(word.line, [(kind, home, quoted), *word.pieces[1:]])
             value = "".join(self.expand(rest, split=False))
         if any(frame.frozen for frame in self._frames):
             return
@@ -353,7 +359,7 @@ class Script:
 
     def _text(self, text: str) -> str:
         """Expansion of the text after :- and of the like, where quotes are removed and blanks stay."""
-        lexer = Lexer(text)
+        lexer = Lexer(_home(text))
         word = lexer._word(stops="")
         return "".join("".join(v) if isinstance(v, list) else v
                        for v in (t if k == "text" else self._value(k, t) for k, t, _ in word.pieces))
