@@ -139,7 +139,7 @@ def sequence_parallel(c: Config) -> int | None:
     keys = f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
     if c.get(f"{ACTOR}.strategy") not in ("fsdp", "fsdp2") or not all(map(c.is_known, keys)):
         return None
-    return max((c.number(key) or 1 for key in keys))
+    return max(c.number(key) or 1 for key in keys)
 
 
 def batches(c: Config) -> Iterator[Found]:
