@@ -104,7 +104,8 @@ def arithmetic(values: dict[str, float]) -> list[tuple[bool, str]]:
                       "trigger_parameter_sync_step)"))
     if has("static/max_queue_size", "static/max_required_samples"):
         room, most = values["static/max_queue_size"], values["static/max_required_samples"]
-        found.append((room == most, f"max_queue_size: {room:g} {'=' if room == most else 'is not'} max_required_samples"))
+        right = room == most
+        found.append((right, f"max_queue_size: {room:g} {'=' if right else 'is not'} max_required_samples"))
     if has("static/max_concurrent_samples", "static/max_required_samples"):
         slots, most = values["static/max_concurrent_samples"], values["static/max_required_samples"]
         whole = slots % SLOTS_A_REPLICA == 0 and slots > 0
@@ -120,11 +121,12 @@ def arithmetic(values: dict[str, float]) -> list[tuple[bool, str]]:
     count = {name: values.get(f"count/{name}") for name in (
         "staleness_samples", "total_generated_samples", "dropped_stale_samples", "current_param_version")}
     if None not in count.values() and has("monitor/active_tasks_size") and count["current_param_version"] == 0:
-        started = count["total_generated_samples"] + count["dropped_stale_samples"] + values["monitor/active_tasks_size"]
-        waiting = count["staleness_samples"] - started
+        running = values["monitor/active_tasks_size"]
+        waiting = (count["staleness_samples"] - count["total_generated_samples"] - count["dropped_stale_samples"]
+                   - running)
         found.append((waiting in (0, 1), f"staleness_samples: {count['staleness_samples']:g} = "
                       f"{count['total_generated_samples']:g} generated + {count['dropped_stale_samples']:g} dropped + "
-                      f"{values['monitor/active_tasks_size']:g} running + {waiting:g} that waits for a slot"))
+                      f"{running:g} running + {waiting:g} that waits for a slot"))
     parts = [values[name] for name in values if name.startswith("esgrpo/bubble/")]
     if parts and has("esgrpo/bubble_rate"):
         right = abs(sum(parts) - values["esgrpo/bubble_rate"]) < 1e-6
@@ -155,10 +157,10 @@ def bottleneck(values: dict[str, list[float]]) -> str:
         return (f"the trainer is the bottleneck: {queued:g} finished prompts wait, one step takes {required:g}"
                 + (", and rollout is paused by the staleness limit" if stale is not None and stale >= most else ""))
     if active >= slots:
-        return (f"rollout is the bottleneck: all {slots:g} slots are busy and only {queued:g} of {required:g} prompts for "
-                "the next step are finished")
-    return (f"rollout is the bottleneck, and not for want of slots: {active:g} of {slots:g} are busy and only {queued:g} "
-            f"of {required:g} prompts are finished (a tail, a weight sync, or no prompts)")
+        return (f"rollout is the bottleneck: all {slots:g} slots are busy and only {queued:g} of {required:g} prompts "
+                "for the next step are finished")
+    return (f"rollout is the bottleneck, and not for want of slots: {active:g} of {slots:g} are busy and only "
+            f"{queued:g} of {required:g} prompts are finished (a tail, a weight sync, or no prompts)")
 
 
 def _entry(pattern: str, entry: dict) -> str:

@@ -98,8 +98,8 @@ def _launch(launch: Launch, release: Release) -> tuple[list[Finding], str]:
     findings += _twice(overrides) + _from_environment(overrides)
     outside = next((a for a in overrides if a.text.lstrip("+").startswith("hydra.searchpath=")), None)
     if outside:
-        findings.append(Finding(outside.line, NOTE, "hydra.searchpath", "configs come from outside verl, so nothing was "
-                                "composed", "check it where that package is installed"))
+        findings.append(Finding(outside.line, NOTE, "hydra.searchpath", "configs come from outside verl, so nothing "
+                                "was composed", "check it where that package is installed"))
         return findings, f"{head}: not composed"
     return findings + _composed(launch, release, config_dir, name, overrides), f"{head}, config {name}"
 
@@ -190,8 +190,8 @@ def _key(argument: Argument, result: dict, keys: list[str], release: Release) ->
             return [Finding(argument.line, ERROR, key, f"unknown in verl {release.version}: nothing is called "
                             f"{result['missing']} {_below(result)}; Hydra stops", _suggestion(key, result, keys))]
         if result.get("kind") == "key" and plain.startswith("+") and "Could not append" in result["error"]:
-            return [Finding(argument.line, ERROR, key, f"exists in verl {release.version}, so it cannot be added; Hydra "
-                            "stops", f"drop the + (or use ++): {key}=...")]
+            return [Finding(argument.line, ERROR, key, f"exists in verl {release.version}, so it cannot be added; "
+                            "Hydra stops", f"drop the + (or use ++): {key}=...")]
         return [Finding(argument.line, ERROR, key, result["error"].rstrip("."), "see Hydra's override grammar")]
     missing = result.get("missing")
     if not missing or not plain.startswith("+") or key == SEGMENT or key.startswith(f"{SEGMENT}."):

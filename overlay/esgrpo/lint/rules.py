@@ -161,8 +161,8 @@ def batches(c: Config) -> Iterator[Found]:
         return
     ranks = devices // together
     if mini and n and (mini * n) % ranks:
-        yield (ERROR if mini * n < ranks else WARNING, f"{ACTOR}.ppo_mini_batch_size", f"{mini} prompts x {n} responses = {mini * n} rows cannot be "
-               f"divided among {ranks} data-parallel ranks", f"make ppo_mini_batch_size x n a multiple of {ranks}")
+        yield (ERROR if mini * n < ranks else WARNING, f"{ACTOR}.ppo_mini_batch_size",
+               f"{mini} prompts x {n} responses = {mini * n} rows cannot be divided among {ranks} data-parallel ranks", f"make ppo_mini_batch_size x n a multiple of {ranks}")
 
 
 def lengths(c: Config) -> Iterator[Found]:
@@ -179,14 +179,14 @@ def lengths(c: Config) -> Iterator[Found]:
                f"set it to {longest} or drop it")
     if c.get(f"{ROLLOUT}.name") == "vllm" and batched and batched < longest \
             and c.get(f"{ROLLOUT}.enable_chunked_prefill") is False:
-        yield (WARNING, f"{ROLLOUT}.max_num_batched_tokens", f"{batched} tokens without chunked prefill, but prompt and "
-               f"response may have {sizes[0]} + {sizes[1]} = {longest}: vLLM refuses a max_model_len above it, and an "
+        yield (WARNING, f"{ROLLOUT}.max_num_batched_tokens", f"{batched} tokens without chunked prefill, but prompt "
+               f"and response may have {sizes[0]} + {sizes[1]} = {longest}: vLLM refuses a max_model_len above it, and an "
                "interrupted response could not be prefilled again",
                f"set enable_chunked_prefill=True, or max_num_batched_tokens={longest}")
     ranks, limit = sequence_parallel(c), c.number(f"{ACTOR}.ppo_max_token_len_per_gpu")
     if c.get(f"{ACTOR}.use_dynamic_bsz") and limit and ranks and limit * ranks < longest:
-        yield (WARNING, f"{ACTOR}.ppo_max_token_len_per_gpu", f"{limit} tokens x {ranks} ranks of a sequence, but one row "
-               f"may have {longest}: the update of the first long row fails (max_token_len must be greater than the "
+        yield (WARNING, f"{ACTOR}.ppo_max_token_len_per_gpu", f"{limit} tokens x {ranks} ranks of a sequence, but one "
+               f"row may have {longest}: the update of the first long row fails (max_token_len must be greater than the "
                "sequence length)", f"set it to at least {-(-longest // ranks)}")
 
 
@@ -201,8 +201,8 @@ def losses(c: Config) -> Iterator[Found]:
         yield (ERROR, f"{ROLLOUT}.calculate_log_probs", "False, but algorithm.rollout_correction."
                f"{wanting[0]} needs the log-probs of the rollout", f"set {ROLLOUT}.calculate_log_probs=True")
     if c.get(f"{ASYNC}.compute_prox_log_prob") and c.get(f"{ASYNC}.use_rollout_log_probs") is False:
-        yield (WARNING, f"{ASYNC}.compute_prox_log_prob", "True with use_rollout_log_probs=False computes log-probs that "
-               "nothing reads", f"set {ASYNC}.use_rollout_log_probs=True or drop it")
+        yield (WARNING, f"{ASYNC}.compute_prox_log_prob", "True with use_rollout_log_probs=False computes log-probs "
+               "that nothing reads", f"set {ASYNC}.use_rollout_log_probs=True or drop it")
     distilled = c.get("distillation.enabled")
     if c.get("algorithm.adv_estimator") == "grpo" and c.number(f"{ROLLOUT}.n") == 1 and not distilled:
         yield (WARNING, f"{ROLLOUT}.n", "1 response a prompt, so GRPO has no group to compare with",
@@ -237,8 +237,8 @@ def overlay_main(c: Config) -> Iterator[Found]:
     if c.get(f"{ROLLOUT}.segment") is None and c.get(f"{ACTOR}.policy_loss.loss_mode") not in ("pois", "sais"):
         return
     if not c.fully_async and not c.v1:
-        yield (ERROR, f"{ROLLOUT}.segment", f"the overlay has no place in {c.module}: it knows the fully-async main and "
-               "the v1 trainers, and refuses to start others", "use fully_async_main, or main_ppo with "
+        yield (ERROR, f"{ROLLOUT}.segment", f"the overlay has no place in {c.module}: it knows the fully-async main "
+               "and the v1 trainers, and refuses to start others", "use fully_async_main, or main_ppo with "
                "trainer.use_v1=True (verl 0.9.1), or drop segment.*")
 
 

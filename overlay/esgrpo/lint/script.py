@@ -1,7 +1,8 @@
 """Follows a launch script without running it: variables, arrays, arithmetic, conditions, and the launches of verl.
 
 What cannot be known (the environment, output of commands) stays unknown and is carried along as such; where a
-condition is unknown, all branches are followed and the first one sets the variables. No process is started and no file but sourced ones is read.
+condition is unknown, all branches are followed and the first one sets the variables. No process is started and no
+file but sourced ones is read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from esgrpo.lint.words import Command, Comment, Lexer, Word
 
 UNKNOWN = re.compile("\0([^\0]*)\0")  # a part of a value that only the run will know, with its origin
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w@:/-]*(\.[\w@:/-]+)+=|[+~]{1,2}[A-Za-z_][\w@:/.-]*=|--config-(path|name)\b")
+OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w@:/-]*(\.[\w@:/-]+)+=|[+~]{1,2}[A-Za-z_][\w@:/.-]*=|"
+                      r"--config-(path|name)\b")
 COMMENTED = re.compile(r"#+\s*([+~]{0,2}[A-Za-z_]\w*(\.[\w@/]+)+=.*)")
 DECLARATIONS = ("export", "local", "readonly", "declare", "typeset")
 PYTHON = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|ray)$|\0")
