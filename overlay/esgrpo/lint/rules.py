@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from esgrpo.lint.script import is_unknown
+from esgrpo.lint.expansion import is_unknown
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 ACTOR, ROLLOUT, ASYNC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "async_training"
@@ -162,7 +162,8 @@ def batches(c: Config) -> Iterator[Found]:
     ranks = devices // together
     if mini and n and (mini * n) % ranks:
         yield (ERROR if mini * n < ranks else WARNING, f"{ACTOR}.ppo_mini_batch_size",
-               f"{mini} prompts x {n} responses = {mini * n} rows cannot be divided among {ranks} data-parallel ranks", f"make ppo_mini_batch_size x n a multiple of {ranks}")
+               f"{mini} prompts x {n} responses = {mini * n} rows cannot be divided among {ranks} data-parallel ranks",
+               f"make ppo_mini_batch_size x n a multiple of {ranks}")
 
 
 def lengths(c: Config) -> Iterator[Found]:
@@ -180,14 +181,15 @@ def lengths(c: Config) -> Iterator[Found]:
     if c.get(f"{ROLLOUT}.name") == "vllm" and batched and batched < longest \
             and c.get(f"{ROLLOUT}.enable_chunked_prefill") is False:
         yield (WARNING, f"{ROLLOUT}.max_num_batched_tokens", f"{batched} tokens without chunked prefill, but prompt "
-               f"and response may have {sizes[0]} + {sizes[1]} = {longest}: vLLM refuses a max_model_len above it, and an "
-               "interrupted response could not be prefilled again",
+               f"and response may have {sizes[0]} + {sizes[1]} = {longest}: vLLM refuses a max_model_len above it, "
+               "and an interrupted response could not be prefilled again",
                f"set enable_chunked_prefill=True, or max_num_batched_tokens={longest}")
     ranks, limit = sequence_parallel(c), c.number(f"{ACTOR}.ppo_max_token_len_per_gpu")
     if c.get(f"{ACTOR}.use_dynamic_bsz") and limit and ranks and limit * ranks < longest:
-        yield (WARNING, f"{ACTOR}.ppo_max_token_len_per_gpu", f"{limit} tokens x {ranks} ranks of a sequence, but one "
-               f"row may have {longest}: the update of the first long row fails (max_token_len must be greater than the "
-               "sequence length)", f"set it to at least {-(-longest // ranks)}")
+        yield (WARNING, f"{ACTOR}.ppo_max_token_len_per_gpu",
+               f"{limit} tokens x {ranks} ranks of a sequence, but one row may have {longest}: the update of the first "
+               "long row fails (max_token_len must be greater than the sequence length)",
+               f"set it to at least {-(-longest // ranks)}")
 
 
 def losses(c: Config) -> Iterator[Found]:

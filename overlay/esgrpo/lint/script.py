@@ -7,16 +7,15 @@ file but sourced ones is read.
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import operator
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from esgrpo.lint.expansion import Variables, home, is_unknown, unknown
 from esgrpo.lint.words import Command, Comment, Lexer, Word
 
-UNKNOWN = re.compile("\0([^\0]*)\0")  # a part of a value that only the run will know, with its origin
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w@:/-]*(\.[\w@:/-]+)+=|[+~]{1,2}[A-Za-z_][\w@:/.-]*=|"
                       r"--config-(path|name)\b")
@@ -24,23 +23,8 @@ COMMENTED = re.compile(r"#+\s*([+~]{0,2}[A-Za-z_]\w*(\.[\w@/]+)+=.*)")
 DECLARATIONS = ("export", "local", "readonly", "declare", "typeset")
 PYTHON = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|ray)$|\0")
 MAX_SOURCED = 8  # files that source each other
-_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-               ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
 _COMPARISONS = {"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt,
                 "-le": operator.le}
-
-
-def unknown(origin: str) -> str:
-    return "\0" + re.sub(r"\s+", "_", origin) + "\0"
-
-
-def is_unknown(text: str) -> bool:
-    return "\0" in text
-
-
-def _home(text: str) -> str:
-    """Tilde expansion, which bash does behind = and :- but not inside other words."""
-    return unknown("HOME") + text[1:] if re.match(r"~(/|$)", text) else text
 
 
 @dataclass
@@ -77,17 +61,15 @@ class _Frame:
     frozen: bool = False  # another branch of an unknown choice has set the variables
 
 
-class Script:
+class Script(Variables):
     """Reads `path`; `launches` is the result. `variables` are set as if exported before the script starts."""
 
     def __init__(self, path: Path, variables: dict[str, str] | None = None):
-        self.path = path
-        self.variables: dict[str, str | list[str]] = dict(variables or {})
+        super().__init__(variables or {})
         self.given = set(self.variables)
         self.exported: dict[str, str] = dict(variables or {})
         self.launches: list[Launch] = []
         self._frames: list[_Frame] = []
-        self._files: list[Path] = []
         self._read(path.resolve())
 
     def _read(self, path: Path) -> None:
@@ -262,8 +244,7 @@ class Script:
             value: str | list[str] = [text for element in word.array for text in self.expand(element)]
         else:
             kind, text, quoted = word.pieces[0]
-            home = _home(text[skip:])
-            rest = Word(word.line, [(kind, home, quoted), *word.pieces[1:]])
+            rest = Word(word.line, [(kind, home(text[skip:]), quoted), *word.pieces[1:]])
             value = "".join(self.expand(rest, split=False))
         if any(frame.frozen for frame in self._frames):
             return
@@ -282,116 +263,6 @@ class Script:
             place = Path(path) if Path(path).is_absolute() else self._files[-1].parent / path
             if place.is_file():
                 self._read(place)
-
-    # ---- expansion
-
-    def expand(self, word: Word, split: bool = True) -> list[str]:
-        """The fields that this word becomes; unquoted expansions are split at blanks unless `split` is False."""
-        fields, present, lists = [""], word.array is not None, False
-        for kind, text, quoted in word.pieces:
-            if kind == "text":
-                fields[-1] += text
-                present = present or quoted or bool(text)
-                continue
-            value = self._value(kind, text)
-            if isinstance(value, list):
-                parts = value if quoted and not text.endswith("[*]") else " ".join(value).split()
-                lists = lists or quoted
-            else:
-                parts = value.split() if split and not quoted else [value]
-                present = present or quoted
-            if not parts:
-                continue
-            if not quoted and isinstance(value, str) and value[:1].isspace() and fields[-1]:
-                fields.append("")
-            fields[-1] += parts[0]
-            fields += parts[1:]
-        # "$@" and "${X[@]}" without elements are no word at all
-        return [] if fields == [""] and (lists or not present) else fields
-
-    def _value(self, kind: str, text: str) -> str | list[str]:
-        if kind == "arithmetic":
-            return self._arithmetic(text)
-        if kind == "command":
-            if "dirname" in text and ("$0" in text or "BASH_SOURCE" in text) and ".." not in text:
-                return str(self._files[-1].parent)
-            return unknown(f"$({text})")
-        return self._variable(text)
-
-    def _variable(self, text: str) -> str | list[str]:
-        found = re.fullmatch(r"(#?)([A-Za-z_]\w*|[0-9@*#?$!-])(\[[^]]*\])?(:?[-=+?])?(.*)", text, re.DOTALL)
-        if not found or found.group(1):
-            return unknown(f"${{{text}}}")
-        _, name, subscript, how, rest = found.groups()
-        value = self.variables.get(name)
-        if name in ("BASH_SOURCE", "0") and self._files:
-            return str(self._files[-1])
-        if name in "@*" or name.isdigit():
-            value = None
-        if how:
-            empty = value is None or (how.startswith(":") and value in ("", []))
-            if how[-1] in "-=":
-                if empty and how[-1] == "=":
-                    self.variables[name] = self._text(rest)
-                return self._text(rest) if empty else self._plain(value, subscript)
-            if how[-1] == "+":
-                return self._plain_default(rest) if not empty else ""
-            return self._plain(value, subscript) if not empty else unknown(name)
-        if rest:
-            return [] if name in "@*" else unknown(f"${{{text}}}")
-        if value is None:
-            return [] if name in "@*" else unknown(name)
-        return self._plain(value, subscript)
-
-    @staticmethod
-    def _plain(value: str | list[str], subscript: str | None) -> str | list[str]:
-        if isinstance(value, str):
-            return value
-        if subscript in ("[@]", "[*]"):
-            return value
-        number = subscript[1:-1] if subscript else "0"
-        return value[int(number)] if number.isdigit() and int(number) < len(value) else unknown("array element")
-
-    def _plain_default(self, text: str) -> str | list[str]:
-        """${X[@]+"${X[@]}"} and its kin: the alternative may be an array again."""
-        inner = text.strip('"')
-        found = re.fullmatch(r"\$\{([A-Za-z_]\w*)\[@\]\}", inner)
-        value = self.variables.get(found.group(1)) if found else None
-        return value if isinstance(value, list) else self._text(text)
-
-    def _text(self, text: str) -> str:
-        """Expansion of the text after :- and of the like, where quotes are removed and blanks stay."""
-        lexer = Lexer(_home(text))
-        word = lexer._word(stops="")
-        return "".join("".join(v) if isinstance(v, list) else v
-                       for v in (t if k == "text" else self._value(k, t) for k, t, _ in word.pieces))
-
-    def _arithmetic(self, text: str) -> str:
-        """Value of $((text)); unknown when it is not made of + - * / %, parentheses and known integers."""
-        text = self._text(text)
-        if is_unknown(text):
-            return unknown(UNKNOWN.search(text).group(1))
-
-        def value(node) -> int:
-            if isinstance(node, ast.Constant) and isinstance(node.value, int):
-                return node.value
-            if isinstance(node, ast.Name):
-                known = self._variable(node.id)
-                if not isinstance(known, str) or is_unknown(known):
-                    raise LookupError(node.id)
-                return value(ast.parse(known.strip() or "0", mode="eval").body)
-            if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-                return -value(node.operand)
-            if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-                return _ARITHMETIC[type(node.op)](value(node.left), value(node.right))
-            raise LookupError(text)
-
-        try:
-            return str(value(ast.parse(text.strip(), mode="eval").body))
-        except LookupError as error:
-            return unknown(str(error.args[0]))
-        except (SyntaxError, ZeroDivisionError, RecursionError):
-            return unknown(f"$(({text}))")
 
     # ---- launches
 
