@@ -10,8 +10,15 @@ from pathlib import Path
 from esgrpo.lint.words import Lexer, Word
 
 UNKNOWN = re.compile("\0([^\0]*)\0")  # a part of a value that only the run will know, with its origin
-_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-               ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
+
+
+def _quotient(left: int, right: int) -> int:
+    """Division as in C: towards zero."""
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+
+
+_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _quotient,
+               ast.Mod: lambda left, right: left - right * _quotient(left, right)}
 
 
 def unknown(origin: str) -> str:

@@ -191,7 +191,17 @@ class Script(Variables):
         words = ["".join(self.expand(word)) for word in command.words]
         if not words or words[0] not in ("[", "[[", "test"):
             return None
-        words = [w for w in words[1:] if w not in ("]", "]]")]
+        tests: list[tuple[str, bool | None]] = []
+        joined, part = "", []
+        for word in [*(w for w in words[1:] if w not in ("]", "]]")), "&&"]:
+            if word in ("&&", "||"):
+                tests.append((joined, self._negatable(part)))
+                joined, part = word, []
+            else:
+                part.append(word)
+        return self._combined(tests)
+
+    def _negatable(self, words: list[str]) -> bool | None:
         negated = words[:1] == ["!"]
         value = self._condition(words[1:] if negated else words)
         return value if value is None or not negated else not value

@@ -81,7 +81,7 @@ class Lexer:
         elif self._ahead("#"):
             self._comment()
         elif self._in_double_brackets():
-            self._add(self._word(" \t\n"))
+            self._add(self._word(" \t\n;"))
         elif self._redirection():
             pass
         elif operator := self._ahead(*OPERATORS):
