@@ -19,7 +19,8 @@ SNIPPETS = {
     "word over two lines": LAUNCH + "a.b=1\\\n2",
     "quotes": LAUNCH + "a.b='x y' c.d=\"p 'q'\" e.f=x\\ y 'g.h'=1",
     "lists lose their quotes": LAUNCH + "trainer.logger=['console','tensorboard']",
-    "defaults": "W=${W:-\"q r\"}\nX=${X:-7}\nY=${Y-${X}8}\n" + LAUNCH + "a.b=${X} c.d=$Y e.f=${Z:-q} g.h=${X:+set} i.j=\"$W\"",
+    "defaults": "W=${W:-\"q r\"}\nX=${X:-7}\nY=${Y-${X}8}\n"
+                + LAUNCH + "a.b=${X} c.d=$Y e.f=${Z:-q} g.h=${X:+set} i.j=\"$W\"",
     "empty counts for a colon only": "X=\n" + LAUNCH + "a=${X:-1} b=${X-1}",
     "arithmetic": "p=$((1024 * 2))\nr=1024\n" + LAUNCH + "a=$(((p + r) * 2)) b=$((p / 3)) c=$((-p % 7)) d=$((p+${r}))",
     "arrays": "A=(a.b=1 # why\n  c.d='x y'\n\n  e.f=$((1+1)))\nA+=(g.h=3)\n" + LAUNCH + '"${A[@]}"',
@@ -31,7 +32,8 @@ SNIPPETS = {
                   + LAUNCH + "a.b=$X",
     "short conditions": '[ -z "$Q" ] && Q=4\n[ -n "$Q" ] || Q=5\n' + LAUNCH + "a.b=$Q",
     "nested": 'if [ 1 -eq 1 ]; then\n  if [ 2 -gt 3 ]; then X=1; else X=2; fi\nfi\n' + LAUNCH + "a.b=$X",
-    "case": 'D=npu\ncase "$D" in\n  gpu | cuda) X=1 ;;\n  n*)\n    X=2\n    ;;\n  *) X=3 ;;\nesac\n' + LAUNCH + "a.b=$X",
+    "case": 'D=npu\ncase "$D" in\n  gpu | cuda) X=1 ;;\n  n*)\n    X=2\n    ;;\n  *) X=3 ;;\nesac\n'
+            + LAUNCH + "a.b=$X",
     "here-document": "cat > /dev/null <<'EOF'\n" + LAUNCH + "no.no=1\nEOF\n" + LAUNCH + "a.b=1",
     "redirection": LAUNCH + "a.b=1 2>&1 | cat",
     "environment in front": "A=1 B=2 " + LAUNCH + "a.b=1",

@@ -56,27 +56,27 @@ def compose(request: dict) -> dict:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
     results: list[dict] = [{} for _ in request["overrides"]]
     with initialize_config_dir(request["config_dir"], version_base=None):
         try:
-            hydra_compose(request["config_name"])
+            base = hydra_compose(request["config_name"])
         except Exception as error:
             return {"broken": _said(error)}
-        loader = GlobalHydra.instance().config_loader()
-        parser, groups, values = OverridesParser.create(config_loader=loader), [], []
+        parser, groups, values = OverridesParser.create(), [], []
+        folders = (request["config_dir"], os.path.join(request["root"], *PACKAGES[-1].split(".")))
         for index, text in enumerate(request["overrides"]):
             try:
                 override = parser.parse_override(text)
             except Exception as error:
                 results[index] = {"error": _said(error), "kind": "syntax"}
                 continue
-            group = bool(loader.get_group_options(override.key_or_group)) or "@" in text.partition("=")[0]
+            group = override.package is not None or any(
+                os.path.isdir(os.path.join(folder, override.key_or_group)) for folder in folders)
             (groups if group or override.key_or_group.startswith("hydra.") else values).append((index, text, override))
-        config = _with_groups(hydra_compose, request["config_name"], groups, results)
+        config = _with_groups(hydra_compose, request["config_name"], groups, results) if groups else base
     OmegaConf.set_struct(config, True)
     keys = _flat(OmegaConf.to_container(config, resolve=False))
     for index, _, override in values:
