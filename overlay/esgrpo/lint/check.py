@@ -92,9 +92,13 @@ def _launch(launch: Launch, release: Release) -> tuple[list[Finding], str]:
             options[option], waiting = value, "" if equals else option
         elif "=" in argument.text and not argument.text.startswith(("-", "\0")) or argument.text[:1] == "~":
             overrides.append(argument)
-    if options["--config-path"] and not UNKNOWN.search(options["--config-path"]):
+    if UNKNOWN.search(options["--config-path"] + options["--config-name"]):
+        findings.append(Finding(launch.line, NOTE, "--config-path", "depends on the environment, so nothing was "
+                                "composed", "check with esgrpo lint SCRIPT NAME=VALUE"))
+        return findings, f"{head}: not composed"
+    if options["--config-path"]:
         config_dir = (config_dir.parent / options["--config-path"]).resolve()
-    if options["--config-name"] and not UNKNOWN.search(options["--config-name"]):
+    if options["--config-name"]:
         name = options["--config-name"].removesuffix(".yaml")
     findings += _twice(overrides) + _from_environment(overrides)
     outside = next((a for a in overrides if a.text.lstrip("+").startswith("hydra.searchpath=")), None)
