@@ -289,7 +289,7 @@ def _places() -> list:
 
 
 def _without_place(features: list[str], version: str) -> list[tuple[str, str]]:
-    """Features that have hooks in some verl and none in this one, with the hooks' own reasons."""
+    """Features whose hooks are all in verl and none of them in this one, with the hooks' own reasons."""
     from packaging.specifiers import SpecifierSet
 
     from esgrpo import engine
@@ -297,9 +297,10 @@ def _without_place(features: list[str], version: str) -> list[tuple[str, str]]:
     hooks = [record.hook for record in engine.load_hooks().values()]
     found = []
     for feature in features:
-        ours = [hook for hook in hooks if hook.upstream == "verl" and feature in hook.features]
+        ours = [hook for hook in hooks if feature in hook.features]
         specs = [SpecifierSet(release.spec) for hook in ours for release in hook.releases]
-        if ours and not any(spec.contains(version, prereleases=True) for spec in specs):
+        verl_only = all(hook.upstream == "verl" for hook in ours)
+        if ours and verl_only and not any(spec.contains(version, prereleases=True) for spec in specs):
             reasons = {why for hook in ours for spec, why in hook.without
                        if SpecifierSet(spec).contains(version, prereleases=True)}
             found.append((feature, "; ".join(sorted(reasons)) or "nothing was tested there"))
