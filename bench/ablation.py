@@ -6,6 +6,10 @@ Every arm is a real fully-async run (Ray, vLLM, weight syncs) of the same comman
 arms of one seed follow each other, in an order that rotates with the seed. A finished run is not run again, so an
 interrupted command goes on where it was. Numbers are medians over seeds with their range; ratios are taken within a
 seed against `off`.
+
+The training set is small on purpose: history, routing and the prompt sampler know a prompt from its second visit on,
+so that a run of minutes has to come back to its prompts, as a run of days does. `--jobs` runs several arms side by
+side, each on cores of its own (the arms of one seed together, so that what disturbs one disturbs all).
 """
 
 from __future__ import annotations
@@ -23,11 +27,17 @@ import time
 from pathlib import Path
 
 from bench import arm, compare
-from bench.quickstart import ROOT, TRAINING_PROMPTS, VALIDATION_PROMPTS, common_overrides, cpu_model, print_table, say
+from bench.quickstart import ROOT, VALIDATION_PROMPTS, common_overrides, cpu_model, print_table, say
 from bench.testbed import make_data
 
 SEGMENT = "+actor_rollout_ref.rollout.segment"
 SEGMENT_LENGTH = 64  # tokens; responses of the testbed end between 20 and 512
+TRAINING_PROMPTS = 64  # eight weight versions an epoch
+POLL_S = 1.0
+# verl 0.9.1 sends weights through a socket in /tmp that is named after Ray's job id (vllm_rollout/utils.py,
+# _get_zmq_handle), and the first job of every local cluster is 01000000: two runs on one host would read each other's
+# weights or wait for ever. So each run has a /tmp of its own, in a mount namespace.
+OWN_TMP = ("unshare", "--mount", "sh", "-c", 'mount --bind "$0" /tmp && exec "$@"')
 
 
 def switches(*keys: str) -> list[str]:
@@ -113,15 +123,56 @@ def is_done(record: Path, overrides: list[str]) -> bool:
     return found["overrides"] == overrides and (found["stopped_at_budget"] or found["return_code"] == 0)
 
 
+def data_of(seed: int, options) -> Path:
+    return options.out / f"data-{options.task}-{options.prompts}-{seed}"
+
+
+def prepare_data(seeds: list[int], options) -> None:
+    for seed in seeds:
+        if not data_of(seed, options).exists():
+            counts = {"train": options.prompts, "val": VALIDATION_PROMPTS}
+            partial = data_of(seed, options).with_suffix(".partial")
+            make_data.write(options.task, seed, counts, partial)
+            partial.rename(data_of(seed, options))  # whole or not there at all
+
+
 def run_arm(name: str, seed: int, options, say=say) -> dict[str, float | None]:
     run_dir = options.out / f"{options.task}-{seed}-{name.replace(' ', '-')}"
-    data = options.out / f"data-{options.task}-{seed}"
+    data = data_of(seed, options)
     overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common_overrides(data, seed)] + ARMS[name]
     if not is_done(run_dir / "arm.json", overrides):
         shutil.rmtree(run_dir, ignore_errors=True)
-        make_data.write(options.task, seed, {"train": TRAINING_PROMPTS, "val": VALIDATION_PROMPTS}, data)
         arm.run(f"{name} seed {seed}", overrides, run_dir, ROOT / "overlay", budget_s=options.budget, say=say)
     return measures(run_dir)
+
+
+def run_side_by_side(pairs: list[tuple[str, int]], options) -> None:
+    """Every run as a command of its own on its own cores; what fails there is run and told again by the caller."""
+    cores = sorted(os.sched_getaffinity(0))
+    slots = [set(cores[i * options.cores:(i + 1) * options.cores]) for i in range(options.jobs)]
+    waiting, running = list(pairs), {}
+    try:
+        while waiting or running:
+            for slot in [slot for slot, child in running.items() if child.poll() is not None]:
+                del running[slot]
+            for slot in [s for s in range(options.jobs) if s not in running][:len(waiting)]:
+                name, seed = waiting.pop(0)
+                os.sched_setaffinity(0, slots[slot])  # inherited by the child
+                own_tmp = options.out / f"tmp-{slot}"
+                own_tmp.mkdir(parents=True, exist_ok=True)
+                running[slot] = subprocess.Popen(
+                    [*OWN_TMP, own_tmp, sys.executable, "-m", "bench.ablation", "--arms", name, "--seeds", str(seed),
+                     "--task", options.task, "--budget", str(options.budget), "--prompts", str(options.prompts),
+                     "--out", str(options.out)], cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+                os.sched_setaffinity(0, cores)
+                say(f"ablation: {name} seed {seed} on cores {sorted(slots[slot])}, {len(waiting)} to start")
+            time.sleep(POLL_S)
+    finally:
+        for child in running.values():
+            child.terminate()
+        for child in running.values():
+            child.wait()
+    os.sched_setaffinity(0, slots[0])  # for a run that failed: the caller makes it again
 
 
 def commit() -> str:
@@ -135,6 +186,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--budget", type=float, default=300.0, help="wall seconds per run after start-up")
     parser.add_argument("--task", default="search", help="a task of bench/testbed")
+    parser.add_argument("--prompts", type=int, default=TRAINING_PROMPTS, help="of the training set")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--cores", type=int, default=2, help="of each of them")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablation")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
     options = parser.parse_args(argv)
@@ -144,16 +198,29 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    if options.jobs > 1:
+        if options.out.is_relative_to("/tmp") or ROOT.is_relative_to("/tmp"):
+            parser.error(f"--jobs {options.jobs}: every run gets a /tmp of its own, so --out and this checkout must "
+                         "lie elsewhere")
+        if subprocess.run([*OWN_TMP, "/tmp", "true"], capture_output=True).returncode:
+            parser.error(f"--jobs {options.jobs}: mount namespaces are not permitted here, and runs that share /tmp "
+                         "would read each other's weights; run as root, or with --jobs 1")
+    if options.jobs * options.cores > len(os.sched_getaffinity(0)):
+        parser.error(f"--jobs {options.jobs} of {options.cores} cores: there are {len(os.sched_getaffinity(0))} cores")
+    pairs = [(name, seed) for number, seed in enumerate(seeds)
+             for name in names[number % len(names):] + names[:number % len(names)]]
     found: dict[str, dict[int, dict]] = {name: {} for name in names}
     failed = []
     try:
-        for number, seed in enumerate(seeds):
-            for name in names[number % len(names):] + names[:number % len(names)]:
-                try:
-                    found[name][seed] = run_arm(name, seed, options)
-                except RuntimeError as error:  # the others still count; the exit code tells
-                    failed.append(str(error))
-                    say(f"ablation: {error}")
+        prepare_data(seeds, options)
+        if options.jobs > 1:
+            run_side_by_side(pairs, options)
+        for name, seed in pairs:
+            try:
+                found[name][seed] = run_arm(name, seed, options)
+            except RuntimeError as error:  # the others still count; the exit code tells
+                failed.append(str(error))
+                say(f"ablation: {error}")
     except KeyboardInterrupt:
         say("interrupted; every process of the run has been ended; the same command goes on from here")
         return 130
@@ -163,8 +230,9 @@ def main(argv: list[str] | None = None) -> int:
 def report(found, failed: list[str], options) -> int:
     rows = table({name: seeds for name, seeds in found.items() if seeds})
     notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
-             f"{time.strftime('%Y-%m-%d')}, commit {commit()}",
-             f"{platform.machine()}, {cpu_model()}, {os.cpu_count()} cores for one trainer and one rollout replica",
+             f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
+             f"{platform.machine()}, {cpu_model()}, "
+             f"{options.cores} cores a run for one trainer and one rollout replica, {options.jobs} runs side by side",
              "median [range] over seeds; ratios within a seed; waste as a share of spent tokens"]
     print("\n" + "\n".join(notes) + "\n")
     print_table(rows)
