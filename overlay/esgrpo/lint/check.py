@@ -21,6 +21,7 @@ MOVED = {"recipe.fully_async_policy.fully_async_main": "verl.experimental.fully_
          "recipe.one_step_off_policy.main_ppo": "verl.experimental.one_step_off_policy.main_ppo"}
 BUILT = ("actor_rollout_ref.", "critic.")  # sections that verl turns into dataclasses
 FREE = ("override", "kwargs")  # sections with such a name are handed on to other libraries
+IN_SCHEDULER = {"segment", "observe"}  # features that vLLM's scheduler has the hooks of
 SHOWN = 3  # dropped arguments that are named
 
 
@@ -289,18 +290,17 @@ def _places() -> list:
 
 
 def _without_place(features: list[str], version: str) -> list[tuple[str, str]]:
-    """Features whose hooks are all in verl and none of them in this one, with the hooks' own reasons."""
+    """Features that have hooks in some verl and none in this one, with the hooks' own reasons."""
     from packaging.specifiers import SpecifierSet
 
     from esgrpo import engine
 
     hooks = [record.hook for record in engine.load_hooks().values()]
     found = []
-    for feature in features:
-        ours = [hook for hook in hooks if feature in hook.features]
+    for feature in sorted(set(features) - IN_SCHEDULER):
+        ours = [hook for hook in hooks if hook.upstream == "verl" and feature in hook.features]
         specs = [SpecifierSet(release.spec) for hook in ours for release in hook.releases]
-        verl_only = all(hook.upstream == "verl" for hook in ours)
-        if ours and verl_only and not any(spec.contains(version, prereleases=True) for spec in specs):
+        if ours and not any(spec.contains(version, prereleases=True) for spec in specs):
             reasons = {why for hook in ours for spec, why in hook.without
                        if SpecifierSet(spec).contains(version, prereleases=True)}
             found.append((feature, "; ".join(sorted(reasons)) or "nothing was tested there"))
