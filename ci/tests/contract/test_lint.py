@@ -246,3 +246,16 @@ def test_no_false_error_in_verls_own_scripts(tag, name, tmp_path):
 @pytest.mark.parametrize("tag, name", BROKEN, ids=[name.rpartition("/")[2] for _, name in BROKEN])
 def test_true_errors_in_verls_own_scripts(tag, name, tmp_path):
     assert set(found(check.lint(from_git(tag, name, tmp_path), tag[1:]), "error")) == {BROKEN[tag, name]}
+
+
+def test_a_patched_checkout_needs_no_flash_attention_argument(tmp_path):
+    source = pristine("verl", "v0.7.0")
+    shutil.copytree(source / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("models", "tools", "utils"))
+    shutil.copytree(source / "recipe" / "fully_async_policy", tmp_path / "recipe" / "fully_async_policy")
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn"
+    assert key in found(check.lint(CUT, str(tmp_path)), "error")  # negative control
+    workers = Path("verl/workers/megatron_workers.py")
+    subprocess.run(["git", "apply", f"--include={workers}", str(
+        ROOT / "patches" / "verl" / "v0.7.0" / "default-flash-attention-under-mindspeed.patch")],
+        cwd=tmp_path, check=True)
+    assert key not in found(check.lint(CUT, str(tmp_path)), "error")

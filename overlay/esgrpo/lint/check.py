@@ -176,7 +176,8 @@ def _composed(launch: Launch, release: Release, config_dir: Path, name: str, ove
             findings += [Finding(f.line, NOTE, f.key, f"in a comment: {f.problem}", f.todo)
                          for f in _key(argument, result, answer["keys"], release)]
     device = answer["config"].get("trainer", {}).get("device") if isinstance(answer["config"], dict) else ""
-    config = rules.Config(answer["config"], frozenset(lines), launch.module, release.version, str(device))
+    config = rules.Config(answer["config"], frozenset(lines), launch.module, release.version, str(device),
+                          release.flash_default)
     findings += [Finding(_line(lines, key, launch), severity, key, problem, todo)
                  for severity, key, problem, todo in rules.check(config)]
     return findings + _overlay(answer["overlay"], release, lines, launch)
@@ -301,8 +302,7 @@ def _without_place(features: list[str], version: str) -> list[tuple[str, str]]:
         ours = [hook for hook in hooks if hook.upstream == "verl" and feature in hook.features]
         specs = [SpecifierSet(release.spec) for hook in ours for release in hook.releases]
         if ours and not any(spec.contains(version, prereleases=True) for spec in specs):
-            reasons = {why for hook in ours for spec, why in hook.without
-                       if SpecifierSet(spec).contains(version, prereleases=True)}
+            reasons = {engine.has_no_place(hook, version) for hook in ours} - {""}
             found.append((feature, "; ".join(sorted(reasons)) or "nothing was tested there"))
     return found
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
-from esgrpo import compat, upstreams
+from esgrpo import compat, engine, upstreams
 from esgrpo.errors import EsgrpoError
 
 HYDRA_MAIN = re.compile(r"@hydra\.main\(\s*config_path=[\"']([^\"']*)[\"'],\s*config_name=[\"']([^\"']*)[\"']")
@@ -99,6 +99,13 @@ class Release:
                               "nothing could be composed", "check --config-path and --config-name")
         return json.loads(done.stdout)
 
+    @property
+    def flash_default(self) -> bool:
+        """MindSpeed's engine sets use_flash_attn from 0.7.1 on; the workers of 0.7.0 do with our patch."""
+        workers = self.root / "verl" / "workers" / "megatron_workers.py"
+        return not self.version.startswith(LEGACY_RELEASE) or (
+            workers.is_file() and 'setdefault("use_flash_attn"' in workers.read_text(encoding="utf-8"))
+
     @functools.cached_property
     def config_names(self) -> frozenset[str]:
         """Every key in the YAML files of the release, without its path: all that can be known without Hydra."""
@@ -113,17 +120,18 @@ def installed() -> Release | None:
         return None
     root = Path(next(iter(spec.submodule_search_locations))).parent
     try:
-        return Release(metadata.version("verl").partition("+")[0], root)
+        return Release(engine.public_version(metadata.version("verl")), root)
     except metadata.PackageNotFoundError:
         return checkout(root)
 
 
 def checkout(root: Path) -> Release:
+    """A source tree of verl; a patched one counts as the release that it was. Raises EsgrpoError for another folder."""
     version = root / "verl" / "version" / "version"
     if not version.is_file():
         raise EsgrpoError("lint", str(root), "a directory with the package verl", "nothing to check against",
                           "give a release (0.9.1) or the root of a checkout")
-    return Release(version.read_text(encoding="utf-8").strip(), root.resolve())
+    return Release(engine.public_version(version.read_text(encoding="utf-8").strip()), root.resolve())
 
 
 def find(wanted: str | None, module: str) -> Release:
@@ -131,7 +139,8 @@ def find(wanted: str | None, module: str) -> Release:
     if wanted and Path(wanted).is_dir():
         return checkout(Path(wanted))
     here = installed()
-    if here and here.version == wanted or here and not wanted and (here.main(module) or not is_legacy(module)):
+    fits = here and (here.version == wanted if wanted else here.main(module) or not is_legacy(module))
+    if fits:
         return here
     if not wanted:
         pinned = {row.versions["verl"] for row in compat.load() if "verl" in row.versions}

@@ -23,6 +23,7 @@ class Config:
     module: str
     version: str
     device: str  # cuda, npu, cpu; "" when not said
+    flash_default: bool  # MindSpeed gets use_flash_attn without being told
 
     def get(self, key: str, default=None):
         """None for what is missing or not known."""
@@ -219,7 +220,7 @@ def npu(c: Config) -> Iterator[Found]:
     """What Ascend NPUs need beside trainer.device=npu."""
     if c.device != "npu":
         return
-    if c.megatron and c.version.startswith("0.7.0"):  # MindSpeed's engine sets it itself from 0.7.1 on
+    if c.megatron and not c.flash_default:
         roles = {"actor_rollout_ref.actor": True,
                  "actor_rollout_ref.ref": c.get(f"{ACTOR}.use_kl_loss") or c.get("algorithm.use_kl_in_reward"),
                  "critic": c.get("algorithm.adv_estimator") == "gae"}
