@@ -1,4 +1,4 @@
-"""Command line: esgrpo run | status | drift | doctor."""
+"""Command line: esgrpo run | status | drift | doctor | explain | lint | report."""
 
 from __future__ import annotations
 
@@ -130,6 +130,18 @@ def doctor(arguments) -> int:
     return checks.exit_code(findings)
 
 
+def explain(arguments) -> int:
+    from esgrpo.explain import report
+
+    return report.main(arguments)
+
+
+def lint(arguments) -> int:
+    from esgrpo.lint import check
+
+    return check.main(arguments)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="esgrpo", description="ES-GRPO overlay for verl + vLLM")
     commands = top.add_subparsers(dest="name", required=True)
@@ -151,6 +163,18 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--log", metavar="FILE", help="recognise the failure in a training log; - reads standard input")
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(function=doctor)
+    sub = commands.add_parser("explain", help="what a metric means: esgrpo explain count/staleness_samples",
+                              description="With --log: the values of a run, their arithmetic, and which side waits.")
+    sub.add_argument("metric", nargs="?", default="all", help="name, part of a name, or all")
+    sub.add_argument("--log", metavar="FILE", help="console or JSONL log of a run, - for stdin")
+    sub.set_defaults(function=explain)
+    sub = commands.add_parser("lint", help="check a launch script of verl: esgrpo lint SCRIPT [NAME=VALUE ...]",
+                              description="Nothing is run. Exit code 0: no error; 1: errors; 2: unusable.")
+    sub.add_argument("script")
+    sub.add_argument("variable", nargs="*", metavar="NAME=VALUE", help="environment that the script would see")
+    sub.add_argument("--verl", help="release (0.9.1) or root of a checkout; default: the installed one")
+    sub.add_argument("--json", action="store_true")
+    sub.set_defaults(function=lint)
     return top
 
 

@@ -1,0 +1,261 @@
+"""esgrpo lint against the real config trees of verl's releases: the issue's script, the recipes, verl's own scripts."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ci.tests.contract.patched import pristine
+from esgrpo import cli, upstreams
+from esgrpo.lint import check, release
+from esgrpo.lint.script import Script
+
+pytest.importorskip("hydra")
+ROOT = Path(__file__).resolve().parents[3]
+CUT = ROOT / "ci" / "tests" / "unit" / "scripts" / "megatron_cut.sh"
+RECIPES = ROOT / "bench" / "recipes"
+VERSIONS = ("0.7.0", "0.7.1", "0.8.0", "0.9.0", "0.9.1")
+NEWEST = "0.9.1"
+HOME = {"HOME": "/home/user"}
+
+
+def found(result, severity=None) -> dict[str, check.Finding]:
+    return {f.key: f for f in result.findings if severity in (None, f.severity)}
+
+
+@pytest.fixture(scope="module")
+def newest() -> str:
+    return str(pristine("verl", f"v{NEWEST}"))
+
+
+# ---- the script of the issue
+
+
+def test_the_cut_script_of_the_issue():
+    pristine("verl", "v0.7.0")
+    result = check.lint(CUT, "0.7.0")
+    errors, notes = found(result, "error"), found(result, "note")
+    assert set(errors) == {"line continuation",
+                           "actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn",
+                           "actor_rollout_ref.ref.megatron.override_transformer_config.use_flash_attn"}
+    cut = errors["line continuation"]
+    lines = CUT.read_text().splitlines()
+    assert lines[cut.line - 1].endswith("persist_layer_norm=True \\") and not lines[cut.line].strip()
+    assert "59 arguments" in cut.problem and "actor_rollout_ref.actor.entropy_coeff" in cut.problem
+    assert "separate commands" in cut.problem
+    (typo,) = [f for key, f in notes.items() if key.startswith("acto_rollout_ref")]
+    assert "in a comment" in typo.problem and "did you mean actor_rollout_ref.actor.megatron" in typo.todo
+    assert not found(result, "warning")
+
+
+def test_the_repaired_script_is_clean(tmp_path):
+    pristine("verl", "v0.7.0")
+    lines = CUT.read_text().splitlines()
+    attention = "    +actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn=True \\"
+    start = next(i for i, line in enumerate(lines) if line.endswith("persist_layer_norm=True \\"))
+    rest = next(i for i, line in enumerate(lines) if line.strip().startswith("actor_rollout_ref.actor.entropy_coeff"))
+    script = tmp_path / "run.sh"
+    script.write_text("\n".join([*lines[:start + 1], attention, *lines[rest:]]))
+    assert {f.severity for f in check.lint(script, "0.7.0").findings} <= {"note"}
+
+
+def test_the_same_script_on_a_newer_release(newest, tmp_path):
+    old = found(check.lint(CUT, newest), "error")
+    assert "verl.experimental.fully_async_policy.fully_async_main" in old["recipe.fully_async_policy."
+                                                                           "fully_async_main"].todo
+    script = tmp_path / "run.sh"
+    script.write_text(CUT.read_text().replace("recipe.fully", "verl.experimental.fully"))
+    errors = found(check.lint(script, newest), "error")
+    assert "did you mean trainer.test_freq?" in errors["rollout.test_freq"].todo
+    assert "line continuation" in errors
+
+
+# ---- recipes
+
+
+def recipe_cases():
+    return [(version, recipe, backend, device) for version in VERSIONS for recipe in ("fully_async", "one_step_off")
+            for backend in ("fsdp2", "megatron") for device in ("gpu", "npu")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version, recipe, backend, device", recipe_cases())
+def test_recipes_pass_on_their_release(version, recipe, backend, device):
+    pristine("verl", f"v{version}")
+    script = RECIPES / f"{recipe}.sh"
+    variables = {"VERL": version, "BACKEND": backend, "DEVICE": device, **HOME}
+    result = check.lint(script, version, variables)
+    assert [str(f) for f in result.findings if f.severity != "note"] == []
+    (launch,) = Script(script, variables).launches
+    texts = [a.text for a in launch.arguments]
+    segment = "+actor_rollout_ref.rollout.segment.enable=True" in texts
+    assert segment == (version.startswith("0.9") or (version == "0.7.0" and recipe == "fully_async"))
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize("version, recipe, backend, device", recipe_cases()[::3])
+def test_recipes_say_the_same_to_bash_and_to_the_linter(version, recipe, backend, device, tmp_path):
+    for name in ("python3", "esgrpo"):  # esgrpo run -- CMD ...: print CMD's arguments
+        (tmp_path / name).write_text('#!/bin/bash\n[ "$1" = run ] && shift 3\nprintf "%s\\0" "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    variables = {"VERL": version, "BACKEND": backend, "DEVICE": device, **HOME}
+    script = RECIPES / f"{recipe}.sh"
+    done = subprocess.run(["bash", str(script), "trainer.seed=1"], capture_output=True, text=True, timeout=60,
+                          env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables})
+    assert done.returncode == 0, done.stderr
+    (launch,) = Script(script, variables).launches
+    assert done.stdout.split("\0")[:-1] == ["-m", launch.module, *(a.text for a in launch.arguments), "trainer.seed=1"]
+
+
+# ---- keys and contradictions, each against a recipe that is clean without it
+
+KEYS = {
+    "actor_rollout_ref.rollout.tempratur=1": ("error", "did you mean actor_rollout_ref.rollout.temperature?"),
+    "reward_manager.name=dapo": ("error", "did you mean"),
+    "+acto_rollout_ref.actor.entropy_coeff=0": ("error", "did you mean actor_rollout_ref.actor.entropy_coeff?"),
+    "+trainer.nobody_reads_this_name=1": ("warning", ""),
+    "+trainer.nnodes=2": ("error", "drop the +"),
+    "+actor_rollout_ref.rollout.segmnt.enable=True": ("error", ""),
+    "trainer.logger=[console": ("error", "grammar"),
+    "model_engine=magatron": ("error", "grammar"),
+    "+actor_rollout_ref.rollout.segment.segment_lenght=8": ("error", "segment_length"),
+    "+actor_rollout_ref.rollout.segment.prune.resolved.enable=True": ("error", "audit"),
+}
+ASYNC = "async_training"
+CONTRADICTIONS = {
+    "data.train_batch_size=64": ("error", "data.train_batch_size"),
+    "actor_rollout_ref.hybrid_engine=True": ("error", "actor_rollout_ref.hybrid_engine"),
+    "actor_rollout_ref.rollout.calculate_log_probs=False": ("error", "actor_rollout_ref.rollout.calculate_log_probs"),
+    f"{ASYNC}.staleness_threshold=0": ("warning", f"{ASYNC}.partial_rollout"),
+    f"{ASYNC}.trigger_parameter_sync_step=0": ("error", f"{ASYNC}.trigger_parameter_sync_step"),
+    "rollout.total_rollout_steps=100": ("warning", f"{ASYNC}.trigger_parameter_sync_step"),
+    f"{ASYNC}.dynamic_schedule_deactivate_ratio=0.5": ("warning", f"{ASYNC}.dynamic_schedule_deactivate_ratio"),
+    "trainer.n_gpus_per_node=7": ("warning", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+    "trainer.n_gpus_per_node=1024": ("error", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4": ("error", "trainer.n_gpus_per_node"),
+    "actor_rollout_ref.rollout.enable_chunked_prefill=False": None,  # the batch is as long as a row
+    "actor_rollout_ref.rollout.max_num_batched_tokens=1024": None,  # chunked prefill is on
+    "actor_rollout_ref.rollout.max_model_len=4096": ("warning", "actor_rollout_ref.rollout.max_model_len"),
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096": (
+        "warning", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+    "actor_rollout_ref.rollout.n=1": ("warning", "actor_rollout_ref.rollout.n"),
+    "+actor_rollout_ref.rollout.segment.sync.kv=rebuild": ("warning", "actor_rollout_ref.rollout.segment.sync.kv"),
+    "actor_rollout_ref.actor.policy_loss.loss_mode=pois actor_rollout_ref.actor.ppo_epochs=2": (
+        "error", "actor_rollout_ref.actor.ppo_epochs"),
+}
+
+
+@pytest.fixture(scope="module")
+def with_overrides(newest, tmp_path_factory):
+    """Result for the fully-async recipe with `text` behind its own arguments."""
+    source = (RECIPES / "fully_async.sh").read_text().replace('"$@"', "OVERRIDES")
+    folder = tmp_path_factory.mktemp("recipes")
+    shutil.copy(RECIPES / "common.sh", folder)
+
+    def run(text: str):
+        (folder / "run.sh").write_text(source.replace("OVERRIDES", text))
+        return check.lint(folder / "run.sh", newest, HOME)
+
+    assert not found(run(""), "error") and not found(run(""), "warning")
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", KEYS)
+def test_keys(with_overrides, override):
+    severity, todo = KEYS[override]
+    findings = found(with_overrides(override), severity)
+    assert len(findings) == 1, findings
+    (finding,) = findings.values()
+    assert todo in finding.todo + finding.problem
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", CONTRADICTIONS)
+def test_contradictions(with_overrides, override):
+    result = with_overrides(override)
+    worse = [(f.severity, f.key) for f in result.findings if f.severity != "note" and "set before" not in f.problem]
+    assert worse == ([] if CONTRADICTIONS[override] is None else [CONTRADICTIONS[override]]), result.findings
+
+
+def test_segments_where_the_overlay_has_no_place(newest):
+    variables = {"SEGMENT": "True", "VERL": "0.8.0", **HOME}
+    errors = found(check.lint(RECIPES / "fully_async.sh", str(pristine("verl", "v0.8.0")), variables), "error")
+    assert "does not start with verl 0.8.0" in errors["actor_rollout_ref.rollout.segment"].problem
+
+
+def test_the_command_line(newest, tmp_path, capsys):
+    assert cli.main(["lint", str(CUT), "--verl", newest, "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert {"line", "severity", "key", "problem", "todo"} == set(rows[0])
+    assert cli.main(["lint", str(RECIPES / "fully_async.sh"), "HOME=/h", "--verl", newest]) == 0
+    empty = tmp_path / "empty.sh"
+    empty.write_text("echo hello\n")
+    assert cli.main(["lint", str(empty)]) == 2 and "no launch of verl" in capsys.readouterr().err
+    assert cli.main(["lint", str(CUT), "what"]) == 2
+
+
+def test_without_hydra_names_are_still_checked(newest, monkeypatch):
+    monkeypatch.setattr(release.util, "find_spec", lambda name: None)
+    result = check.lint(RECIPES / "fully_async.sh", newest, HOME)
+    assert found(result, "note")["hydra"] and not found(result, "error")
+    assert [f.severity for f in check.lint(CUT, newest).findings].count("error") >= 1
+
+
+# ---- verl's own scripts are correct by definition: no false error
+
+ASYNC_SHELL, STEP_SHELL = "fully_async_policy/shell", "one_step_off_policy/shell"
+UPSTREAM = [(tag, f"{folder}/{name}") for tag, folder, names in (
+    ("v0.7.0", f"recipe/{ASYNC_SHELL}", ("dapo_7b_math_fsdp2_4_4.sh", "dapo_7b_math_fsdp2_64_64_mis.sh",
+                                         "grpo_30b_a3b_base_math_megatron_96_32.sh")),
+    ("v0.7.0", f"recipe/{STEP_SHELL}", ("grpo_qwen3_8b_gsm8k_fsdp2_8_8_npu.sh", "dapo_7b_math_megatron_4_12.sh")),
+    ("v0.8.0", f"verl/experimental/{ASYNC_SHELL}", ("dapo_7b_math_fsdp2_8_8.sh",)),
+    ("v0.8.0", f"verl/experimental/{STEP_SHELL}", ("grpo_0.6b_gsm8k_fsdp2_2_6.sh",)),
+    ("v0.9.0", f"verl/experimental/{ASYNC_SHELL}", ("dapo_7b_math_fsdp2_4_4.sh", "grpo_qwen3_235b_megatron_npu.sh",
+                                                    "geo3k_qwen3vl_8b_fsdp2_16_16_npu.sh")),
+    ("v0.9.0", f"verl/experimental/{STEP_SHELL}", ("dapo_7b_math_fsdp2_colocate.sh",)),
+    ("v0.9.0", "tests/special_e2e", ("run_fully_async_policy.sh", "run_one_step_off_policy.sh")),
+    ("v0.9.0", "examples/grpo_trainer", ("run_qwen3_8b_fsdp.sh", "run_deepseek_v3_671b_megatron.sh")),
+) for name in names]
+# upstream's own mistakes, which verl and bash confirm
+BROKEN = {("v0.9.0", f"verl/experimental/{ASYNC_SHELL}/geo3k_qwen25vl_7b_megatron_4_4.sh"): "line continuation",
+          ("v0.9.0", "examples/tuning/lora/run_qwen3_8b_merge_fsdp.sh"): "actor_rollout_ref.model.lora.merge"}
+
+
+def from_git(tag: str, name: str, directory: Path) -> Path:
+    repository = os.environ.get(upstreams.VERL_GIT)
+    if not repository:
+        pytest.skip(f"{upstreams.VERL_GIT} names no clone of verl: wheels have no launch scripts")
+    text = subprocess.run(["git", "-C", repository, "show", f"{tag}:{name}"], capture_output=True, check=True).stdout
+    (directory / "run.sh").write_bytes(text)
+    return directory / "run.sh"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tag, name", UPSTREAM, ids=[f"{tag}-{name.rpartition('/')[2]}" for tag, name in UPSTREAM])
+def test_no_false_error_in_verls_own_scripts(tag, name, tmp_path):
+    result = check.lint(from_git(tag, name, tmp_path), tag[1:])
+    assert [str(f) for f in result.findings if f.severity == "error"] == []
+    assert "not composed" not in result.checked[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tag, name", BROKEN, ids=[name.rpartition("/")[2] for _, name in BROKEN])
+def test_true_errors_in_verls_own_scripts(tag, name, tmp_path):
+    assert set(found(check.lint(from_git(tag, name, tmp_path), tag[1:]), "error")) == {BROKEN[tag, name]}
+
+
+def test_a_patched_checkout_needs_no_flash_attention_argument(tmp_path):
+    source = pristine("verl", "v0.7.0")
+    shutil.copytree(source / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("models", "tools", "utils"))
+    shutil.copytree(source / "recipe" / "fully_async_policy", tmp_path / "recipe" / "fully_async_policy")
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.use_flash_attn"
+    assert key in found(check.lint(CUT, str(tmp_path)), "error")  # negative control
+    workers = Path("verl/workers/megatron_workers.py")
+    subprocess.run(["git", "apply", f"--include={workers}", str(
+        ROOT / "patches" / "verl" / "v0.7.0" / "default-flash-attention-under-mindspeed.patch")],
+        cwd=tmp_path, check=True)
+    assert key not in found(check.lint(CUT, str(tmp_path)), "error")

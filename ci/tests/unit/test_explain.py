@@ -1,0 +1,162 @@
+"""esgrpo explain: nothing that the overlay emits is without an explanation, and a log is read for what it says."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from esgrpo import cli
+from esgrpo.algo import accounting, calibration, carry_over, prompt_sampling, routing
+from esgrpo.explain import report
+
+OVERLAY = Path(report.__file__).resolve().parents[1]
+FIELDS = {"means", "formula", "where", "healthy", "change"}
+# the statistics that the issue quotes, as Ray prints them
+NOTES = "\n".join(f"(FullyAsyncRollouter pid=2089415)  '{name}': {value}," for name, value in {
+    "count/current_param_version": 0, "count/dropped_stale_samples": 0, "count/staleness_samples": 99,
+    "count/total_generated_samples": 66, "monitor/active_tasks_size": 32, "monitor/queue/cancel_queue_size": 0,
+    "monitor/queue/mq_queue_size": 2, "monitor/queue/pending_queue_size": 128, "monitor/queue/result_queue_size": 0,
+    "static/max_concurrent_samples": 32, "static/max_queue_size": 307, "static/max_required_samples": 307,
+    "static/required_samples": 64, "static/staleness_threshold": 0.2}.items())
+
+
+def emitted() -> set[str]:
+    """Every string in the overlay that starts with esgrpo/, expressions in it as {}."""
+    found = set()
+    for file in OVERLAY.rglob("*.py"):
+        if "explain" in file.parts:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            else:
+                text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if re.fullmatch(r"esgrpo/[\w/{}]*[\w}]", text):
+                found.add(text)
+    return found
+
+
+def test_every_name_in_the_source_is_explained():
+    names = emitted()
+    assert {"esgrpo/tail_ratio", "esgrpo/carry/{}", "esgrpo/history/{}"} <= names  # it does find them
+    explained = {name for pattern in report.load() for name in report.expand(pattern)}
+    for name in names:
+        shape = re.escape(name).replace(r"\{\}", ".+")
+        assert any(re.fullmatch(shape, known) for known in explained), f"{name} is not in metrics.toml"
+
+
+def members() -> dict[str, set[str]]:
+    """What the code that fills the {} returns, by prefix: from the code itself, run once."""
+    row = {"tokens": 1, "reprefill": 0, "outcome": "prune", "rule": "repetition", "candidate_rule": "", "exempted": 0,
+           "keep_probability": 1.0, "candidate": 0, "tokens_at_decision": 1,
+           "audit": {"false_rate": 0.0, "false_rate_bound": 1.0, "outcomes": 1}}
+    load = routing.ClassLoad(lambda: 1.0)
+    return {
+        "esgrpo/bubble/": set(accounting.bubble([])) - {"bubble_rate"},
+        "esgrpo/sync/": set(accounting.sync_counts([])),
+        "esgrpo/prune/": set(accounting.prune_report([row])),
+        "esgrpo/length_bias/": set(accounting.length_bias([row])),
+        "esgrpo/routing/": set(load.take_metrics()) | set(routing_counts()) | {"tail_replicas", "tail_share"},
+        "esgrpo/carry/": {field.name for field in dataclasses.fields(carry_over.Step)} | {"partial"},
+        "esgrpo/sampler/": keys_of(prompt_sampling, "metrics"),
+        "esgrpo/history/": keys_of(calibration, "metrics") | {"prompts"},
+    }
+
+
+def keys_of(module, function: str) -> set[str]:
+    """Constant keys of the dicts that a function builds."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    (node,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
+    keys = {key.value for n in ast.walk(node) if isinstance(n, ast.Dict) for key in n.keys if key is not None}
+    return keys | {n.slice.value for n in ast.walk(node)
+                   if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Constant)
+                   and isinstance(n.slice.value, str)}
+
+
+def routing_counts() -> set[str]:
+    return keys_of(routing, "take_counts")
+
+
+@pytest.mark.parametrize("prefix", sorted(members()))
+def test_every_member_of_a_family_is_explained(prefix):
+    names = members()[prefix]
+    assert names, prefix
+    assert [name for name in names if report.find(prefix + name) is None] == []
+    assert report.find(prefix + "made/up") is None  # negative control
+
+
+@pytest.mark.parametrize("pattern", sorted(report.load()))
+def test_entries_are_complete(pattern):
+    entry = report.load()[pattern]
+    assert FIELDS <= set(entry) <= FIELDS | {"verl"} and all(entry[name] for name in FIELDS)
+
+
+def test_nothing_is_explained_that_the_overlay_does_not_emit():
+    shapes = [re.escape(name).replace(r"\{\}", ".+") for name in emitted()] + [
+        r"esgrpo/(bubble_rate|prune/\w+|waste/\w+|length_bias/.*)"]  # these are put together from a prefix
+    for pattern in report.load():
+        for name in report.expand(pattern):
+            if name.startswith("esgrpo/"):
+                assert any(re.fullmatch(shape, name) for shape in shapes), name
+
+
+def test_the_log_of_the_issue():
+    lines = report.of_log(NOTES)
+    assert any("307 = int(64 x 1.2 x 4)" in line for line in lines)
+    assert "ok: max_concurrent_samples: 32 = 16 x 2 replicas" in lines
+    assert any("99 = 66 generated + 0 dropped + 32 running + 1 that waits for a slot" in line for line in lines)
+    assert lines[-1] == ("verdict: rollout is the bottleneck: all 32 slots are busy and only 2 of 64 prompts for the "
+                         "next step are finished")
+    assert not [line for line in lines if line.startswith("WRONG")]
+
+
+@pytest.mark.parametrize("old, new", [
+    ("max_required_samples': 307", "max_required_samples': 306"), ("max_queue_size': 307", "max_queue_size': 192"),
+    ("staleness_samples': 99", "staleness_samples': 300"), ("active_tasks_size': 32", "active_tasks_size': 33")])
+def test_values_that_contradict_each_other_are_told(old, new, tmp_path, capsys):
+    assert old in NOTES
+    log = tmp_path / "run.log"
+    log.write_text(NOTES.replace(old, new))
+    assert cli.main(["explain", "--log", str(log)]) == 1
+    assert "WRONG: " in capsys.readouterr().out
+
+
+def statistics(**changed) -> str:
+    values = {"mq_queue_size': 2": f"mq_queue_size': {changed.get('queued', 2)}",
+              "active_tasks_size': 32": f"active_tasks_size': {changed.get('active', 32)}",
+              "staleness_samples': 99": f"staleness_samples': {changed.get('stale', 99)}"}
+    text = NOTES
+    for old, new in values.items():
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize("text, verdict", [
+    (statistics(queued=64), "the trainer is the bottleneck: 64 finished prompts wait"),
+    (statistics(stale=307), "the trainer is the bottleneck: 2 finished prompts wait, one step takes 64, and rollout is "
+                            "paused by the staleness limit"),
+    (statistics(active=5), "rollout is the bottleneck, and not for want of slots: 5 of 32"),
+    ("step:3 - fully_async/trainer/idle_ratio:0.6 - fully_async/rollouter/idle_ratio:np.float64(0.05)",
+     "rollout is the bottleneck: the trainer waits 60%"),
+    ("step:3 - fully_async/trainer/idle_ratio:0.02 - fully_async/rollouter/idle_ratio:0.5",
+     "the trainer is the bottleneck"),
+    ('{"step": 1, "data": {"fully_async/trainer/idle_ratio": 0.1, "fully_async/rollouter/idle_ratio": 0.15}}',
+     "neither side is the bottleneck"),
+    ("step:3 - esgrpo/tail_ratio:2.5", "cannot be told"),
+])
+def test_verdicts(text, verdict):
+    assert report.of_log(text)[-1].startswith(f"verdict: {verdict}")
+
+
+def test_the_command_line(capsys, tmp_path):
+    assert cli.main(["explain", "static/max_queue_size"]) == 0
+    out = capsys.readouterr().out
+    assert "formula: max_required_samples" in out and "FullyAsyncRollouter" in out
+    assert cli.main(["explain", "fully_async/count/staleness_samples"]) == 0  # with the trainer's prefix
+    assert cli.main(["explain"]) == 0 and "esgrpo/tail_ratio" in capsys.readouterr().out
+    assert cli.main(["explain", "mq_quue_size"]) == 2 and "did you mean" in capsys.readouterr().err
+    assert cli.main(["explain", "--log", str(tmp_path / "none")]) == 2
+    (tmp_path / "other.log").write_text("hello\n")
+    assert cli.main(["explain", "--log", str(tmp_path / "other.log")]) == 2
