@@ -17,14 +17,23 @@ import platform
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from bench import arm, compare
-from bench.quickstart import ROOT, TRAINING_PROMPTS, VALIDATION_PROMPTS, common_overrides, cpu_model, print_table, say
+from bench import arm, compare, stack
+from bench.quickstart import (
+    ROOT,
+    TRAINING_PROMPTS,
+    VALIDATION_PROMPTS,
+    common_overrides,
+    cpu_model,
+    print_table,
+    say,
+)
+from bench.startup import commit
 from bench.testbed import make_data
+from esgrpo.report.tables import spread
 
 SEGMENT = "+actor_rollout_ref.rollout.segment"
 SEGMENT_LENGTH = 64  # tokens; responses of the testbed end between 20 and 512
@@ -53,9 +62,8 @@ WASTES = ("pruned", "zero_variance", "stale", "reprefill")
 BASELINE = "off"
 
 
-def measures(run_dir: Path) -> dict[str, float | None]:
+def measures(run_dir: Path, result: compare.Result) -> dict[str, float | None]:
     """The numbers of one run; None where the arm has no such thing."""
-    result = compare.load(run_dir)
     metrics = [json.loads(line)["data"] for line in (run_dir / "metrics-timed.jsonl").read_text().splitlines()]
 
     def last(key):
@@ -77,16 +85,6 @@ def measures(run_dir: Path) -> dict[str, float | None]:
         "requests kept per sync": statistics.mean(kept) if kept else None,
         "tail ratio": result.tail_ratio,
     }
-
-
-def spread(values: list[float | None]) -> str:
-    known = sorted(v for v in values if v is not None)
-    if not known:
-        return "-"
-    text = f"{statistics.median(known):.3g}"
-    if len(known) > 1:
-        text += f" [{known[0]:.3g}, {known[-1]:.3g}]"
-    return text if len(known) == len(values) else f"{text} ({len(known)} of {len(values)})"
 
 
 def table(found: dict[str, dict[int, dict]]) -> list[list[str]]:
@@ -113,7 +111,8 @@ def is_done(record: Path, overrides: list[str]) -> bool:
     return found["overrides"] == overrides and (found["stopped_at_budget"] or found["return_code"] == 0)
 
 
-def run_arm(name: str, seed: int, options, say=say) -> dict[str, float | None]:
+def run_arm(name: str, seed: int, options, say=say) -> tuple[dict[str, float | None], dict]:
+    """Measures and curves of one run."""
     run_dir = options.out / f"{options.task}-{seed}-{name.replace(' ', '-')}"
     data = options.out / f"data-{options.task}-{seed}"
     overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common_overrides(data, seed)] + ARMS[name]
@@ -121,12 +120,16 @@ def run_arm(name: str, seed: int, options, say=say) -> dict[str, float | None]:
         shutil.rmtree(run_dir, ignore_errors=True)
         make_data.write(options.task, seed, {"train": TRAINING_PROMPTS, "val": VALIDATION_PROMPTS}, data)
         arm.run(f"{name} seed {seed}", overrides, run_dir, ROOT / "overlay", budget_s=options.budget, say=say)
-    return measures(run_dir)
+    result = compare.load(run_dir)
+    return measures(run_dir, result), result.curves
 
 
-def commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+def device() -> str:
+    if stack.DEVICE == "cpu":
+        return f"{platform.machine()}, {cpu_model()}, {os.cpu_count()} cores"
+    import torch
+
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {os.cpu_count()} cores"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,34 +148,37 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     found: dict[str, dict[int, dict]] = {name: {} for name in names}
+    curves: dict[str, dict[int, dict]] = {name: {} for name in names}
     failed = []
     try:
         for number, seed in enumerate(seeds):
             for name in names[number % len(names):] + names[:number % len(names)]:
                 try:
-                    found[name][seed] = run_arm(name, seed, options)
+                    found[name][seed], curves[name][seed] = run_arm(name, seed, options)
                 except RuntimeError as error:  # the others still count; the exit code tells
                     failed.append(str(error))
                     say(f"ablation: {error}")
     except KeyboardInterrupt:
         say("interrupted; every process of the run has been ended; the same command goes on from here")
         return 130
-    return report(found, failed, options)
+    return report(found, curves, failed, options)
 
 
-def report(found, failed: list[str], options) -> int:
+def report(found, curves, failed: list[str], options) -> int:
     rows = table({name: seeds for name, seeds in found.items() if seeds})
     notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
              f"{time.strftime('%Y-%m-%d')}, commit {commit()}",
-             f"{platform.machine()}, {cpu_model()}, {os.cpu_count()} cores for one trainer and one rollout replica",
+             f"{device()} for one trainer and one rollout replica",
              "median [range] over seeds; ratios within a seed; waste as a share of spent tokens"]
     print("\n" + "\n".join(notes) + "\n")
     print_table(rows)
     if options.results:
         options.results.parent.mkdir(parents=True, exist_ok=True)
         command = "python -m bench.ablation " + " ".join(sys.argv[1:])
-        options.results.write_text(json.dumps({"command": command, "notes": notes, "arms": ARMS, "failed": failed,
-                                               "measures": found, "table": rows}, indent=1) + "\n")
+        options.results.write_text(json.dumps({
+            "command": command, "commit": commit(), "seeds": list(map(int, options.seeds.split(","))),
+            "device": device(), "notes": notes, "arms": ARMS, "failed": failed, "measures": found, "table": rows,
+            "curves": curves}, indent=1) + "\n")
     return 1 if failed else 0
 
 

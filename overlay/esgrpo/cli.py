@@ -1,4 +1,4 @@
-"""Command line: esgrpo run | status | drift."""
+"""Command line: esgrpo run | status | drift | report."""
 
 from __future__ import annotations
 
@@ -99,6 +99,12 @@ def drift(arguments) -> int:
     return comparison.main(arguments.release)
 
 
+def report(arguments) -> int:
+    from esgrpo.report import main as write
+
+    return write(arguments.directory, arguments.out, arguments.trace)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="esgrpo", description="ES-GRPO overlay for verl + vLLM")
     commands = top.add_subparsers(dest="name", required=True)
@@ -114,6 +120,12 @@ def parser() -> argparse.ArgumentParser:
                                           "1: changed or gone; 2: unusable.")
     sub.add_argument("release", nargs="+", metavar="NAME==VERSION")
     sub.set_defaults(function=drift)
+    sub = commands.add_parser("report", help="one page of all results in a directory, or a Chrome trace",
+                              description="Reads result files (*.json) and run directories; needs matplotlib.")
+    sub.add_argument("directory", metavar="DIR", help="such as bench/results, or a run directory")
+    sub.add_argument("--out", metavar="FILE.html", help="default: DIR/report.html; Markdown lies beside it")
+    sub.add_argument("--trace", metavar="FILE.json", help="instead: requests on replicas, for Perfetto")
+    sub.set_defaults(function=report)
     return top
 
 

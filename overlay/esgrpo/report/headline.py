@@ -1,0 +1,93 @@
+"""The first table of the page: one line per claim, ours beside what it is measured against, win or lose."""
+
+from __future__ import annotations
+
+from esgrpo.report.load import NOT_RECORDED, Record
+from esgrpo.report.tables import (
+    DASH,
+    OURS,
+    Table,
+    baseline_of,
+    best_rival,
+    by_work,
+    interval,
+    makespan,
+    number,
+    percent,
+    ratios,
+    settings_text,
+    speedups,
+    spread,
+)
+
+HEAD = ["claim", "ours", "against", "ratio [range]", "runs", "verdict", "kind", "device", "record"]
+MEASURED, SIMULATED = "measured", "simulated"
+ENOUGH = 3  # pairs below which nothing is claimed
+
+
+def verdict(found: list[float], less_is_better: bool = False) -> str:
+    """What ratios of ours to theirs allow to say; a range that holds 1 decides nothing."""
+    if len(found) < ENOUGH:
+        return f"none: fewer than {ENOUGH} pairs"
+    low, high = min(found), max(found)
+    if low <= 1 <= high:
+        return "undecided: the range holds 1"
+    return "better" if (low > 1) != less_is_better else "worse"
+
+
+def _where(record: Record) -> list[str]:
+    return [SIMULATED if record.simulated else MEASURED, record.device.partition(";")[0] or NOT_RECORDED, record.name]
+
+
+def _policies(record: Record) -> list[list[str]]:
+    rows = []
+    for work, found in by_work(record.data["runs"]).items():
+        ours = min((name for name in found if name.startswith(OURS)), key=lambda n: makespan(found[n]), default=None)
+        for other in dict.fromkeys((baseline_of(found), best_rival(found))):
+            if ours and other:
+                gains = speedups(found[ours], found[other])
+                rows.append([f"makespan, {settings_text(work)}", f"{ours}: {number(makespan(found[ours]))} s",
+                             f"{other}: {number(makespan(found[other]))} s", spread(gains) + " x faster",
+                             str(len(gains)), verdict(gains), *_where(record)])
+    return rows
+
+
+def _training(record: Record) -> list[list[str]]:
+    measures = {arm: seeds for arm, seeds in record.data["measures"].items() if seeds}
+    base = baseline_of(measures)
+    ours = "all" if "all" in measures else "overlay" if "overlay" in measures else None
+    if not base or not ours:
+        return []
+    rows = []
+    for key in ("effective tokens/s", "time to target, s", "held-out reward, last"):
+        found = ratios(measures, ours, key)
+        values = [spread([n.get(key) for n in measures[arm].values()]) for arm in (ours, base)]
+        if any(key in n for seeds in measures.values() for n in seeds.values()):
+            rows.append([f"training: {key}", f"{ours}: {values[0]}", f"{base}: {values[1]}", spread(found),
+                         str(len(found)), verdict(found, key.startswith("time")), *_where(record)])
+    return rows
+
+
+def _scheduler(record: Record) -> list[list[str]]:
+    arms = record.data["async"]["arms"]
+    name = "boundaries" if "boundaries" in arms else next(iter(arms))
+    return [[f"cost of a scheduler step, {record.data['requests']} requests, async",
+             interval(arms[name]["own_microseconds_per_step"]) + " µs more",
+             interval(arms["plain"]["microseconds_per_step"]) + " µs plain",
+             interval(arms[name]["own_over_upstream"], percent) + " of a step",
+             str(record.data["rounds"]), "a cost", *_where(record)]]
+
+
+def _startup(record: Record) -> list[list[str]]:
+    return [["start of an interpreter, overlay off", interval(record.data["overhead_ms"]) + " ms more",
+             f"{record.data['baseline_ms']:.3g} ms plain", DASH, str(record.data["pairs"]), "a cost", *_where(record)]]
+
+
+CLAIMS = {"engine": _policies, "ablation": _training, "scheduler cost": _scheduler, "start-up": _startup,
+          "simulation": _policies}
+
+
+def table(records: list[Record]) -> Table:
+    """Measured before simulated; the order of CLAIMS."""
+    rows = [row for kind, claim in CLAIMS.items() for record in records if record.kind == kind for row in claim(record)]
+    return Table("Headline", [HEAD, *rows])

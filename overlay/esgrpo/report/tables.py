@@ -1,0 +1,255 @@
+"""Records to tables of text. A cell says how many runs it rests on; what a record lacks is a dash."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from esgrpo.report.load import Record
+
+BASELINES = ("verl", "off", "plain")
+OURS = "es-grpo"  # policies of the engine benchmark and the simulator that begin so are ours
+NO_RIVALS = (*BASELINES, "oracle")  # an oracle knows the true lengths; nobody has one
+MAIN_MEASURES = ("effective tokens/s", "step time, s", "bubble rate", "time to target, s", "held-out reward, last",
+                 "tail ratio")
+DASH = "–"
+THOUSAND, TINY = 1000, 1e-9
+
+
+@dataclass(frozen=True)
+class Table:
+    """First row is the header. `folded`: on the page shown on request only."""
+
+    title: str
+    rows: list[list[str]]
+    folded: bool = False
+
+
+def number(value: float) -> str:
+    """Three digits, thousands in full."""
+    if abs(value) >= THOUSAND:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= TINY else "0"
+
+
+def spread(values: Iterable[float | None]) -> str:
+    """Median [lowest, highest]; says how many of the values are known when some are not."""
+    values = list(values)
+    known = sorted(v for v in values if v is not None)
+    if not known:
+        return "-"
+    text = number(statistics.median(known))
+    if len(known) > 1:
+        text += f" [{number(known[0])}, {number(known[-1])}]"
+    return text if len(known) == len(values) else f"{text} ({len(known)} of {len(values)})"
+
+
+def interval(found: dict, form=number) -> str:
+    """Median [low, high] of a measured quantity."""
+    return f"{form(found['median'])} [{form(found['low'])}, {form(found['high'])}]"
+
+
+def percent(share: float) -> str:
+    return f"{round(share, 4) + 0.0:.2%}"  # + 0.0: no minus in front of zero
+
+
+def near_one(ratio: float) -> str:
+    return f"{ratio:.4f}"
+
+
+def baseline_of(names: Iterable[str]) -> str | None:
+    return next((name for name in BASELINES if name in set(names)), None)
+
+
+def ratios(measures: dict[str, dict[str, dict]], arm: str, key: str) -> list[float]:
+    """Arm over baseline, each within a seed."""
+    base = measures.get(baseline_of(measures), {})
+    pairs = [(numbers.get(key), base[seed].get(key)) for seed, numbers in measures[arm].items() if seed in base]
+    return [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
+
+
+# --- training runs -------------------------------------------------------------------------------------------------
+
+def ablation(record: Record) -> list[Table]:
+    """Arms as rows with the measures that decide; every measure folded below."""
+    measures = {arm: seeds for arm, seeds in record.data["measures"].items() if seeds}
+    keys = list(dict.fromkeys(k for seeds in measures.values() for numbers in seeds.values() for k in numbers))
+    base = baseline_of(measures)
+    head = ["arm", "seeds", *([f"effective tokens/s, ratio to {base}"] if base else []),
+            *[key for key in MAIN_MEASURES if key in keys]]
+    rows = [[arm, str(len(seeds)), *([spread(ratios(measures, arm, "effective tokens/s"))] if base else []),
+             *[spread([numbers.get(key) for numbers in seeds.values()]) for key in MAIN_MEASURES if key in keys]]
+            for arm, seeds in measures.items()]
+    every = [["", *measures]] + [[key, *[spread([n.get(key) for n in seeds.values()]) for seeds in measures.values()]]
+                                 for key in keys]
+    tables = [Table("Training runs by arm", [head, *rows]), Table("Every measure", every, folded=True)]
+    missing = [arm for arm, seeds in record.data["measures"].items() if not seeds]
+    failures = [[arm, "no run came to its end"] for arm in missing] + [["", text] for text in
+                                                                       record.data.get("failed", [])]
+    return tables + ([Table("Failed runs", [["arm", "what happened"], *failures])] if failures else [])
+
+
+def comparison(record: Record) -> list[Table]:
+    return [Table("Plain and overlay, one run each", record.data["table"]),
+            Table("What differs between the arms", [["override"], *[[d] for d in record.data["difference"]]], True),
+            *hook_states(record.data.get("hooks", []))]
+
+
+def hook_states(reports: list[dict]) -> list[Table]:
+    """Hooks as rows, processes as columns."""
+    if not reports:
+        return []
+    states = [{hook["slug"]: hook["state"] for hook in report["hooks"]} for report in reports]
+    rows = [[slug, *[found.get(slug, DASH) for found in states]] for slug in states[0]]
+    return [Table("Hook states of the overlay arm", [["hook", *[r["process"] for r in reports]], *rows], True)]
+
+
+def run(record: Record) -> list[Table]:
+    facts = {name: f"{value:.4g}" if isinstance(value, float) else str(value)
+             for name, value in record.data["facts"].items()}
+    return [Table("Totals of the run", [["", "value"], *map(list, facts.items())]),
+            *hook_states(record.data.get("hooks", []))]
+
+
+# --- policies: engine benchmark and simulator ----------------------------------------------------------------------
+
+def same_work(run_: dict) -> tuple:
+    """What two runs must share to be compared."""
+    return tuple(str(run_.get(key, DASH)) for key in ("workload", "scenario", "replicas", "groups", "members", "cap"))
+
+
+def settings_text(work: tuple) -> str:
+    workload, scenario, replicas, groups, members, cap = work
+    return f"{workload}, {scenario}, {groups} groups x {members}, cap {cap}, {replicas} replicas"
+
+
+def by_work(runs: list[dict]) -> dict[tuple, dict[str, list[dict]]]:
+    """Settings -> policy -> runs."""
+    found: dict[tuple, dict[str, list[dict]]] = {}
+    for one in runs:
+        found.setdefault(same_work(one), {}).setdefault(one["policy"], []).append(one)
+    return found
+
+
+def makespan(runs: list[dict]) -> float:
+    return statistics.median(one["makespan_s"] for one in runs)
+
+
+def best_rival(policies: dict[str, list[dict]]) -> str | None:
+    """The fastest policy that is neither the baseline nor ours nor an oracle."""
+    rivals = [name for name in policies if name not in NO_RIVALS and not name.startswith(OURS)]
+    return min(rivals, key=lambda name: makespan(policies[name]), default=None)
+
+
+def speedups(ours: list[dict], theirs: list[dict]) -> list[float]:
+    """Their makespan over ours, each pair with the same seed and repeat."""
+    def key(one):
+        return one.get("seed"), one.get("repeat")
+
+    other = {key(one): one for one in theirs}
+    return [other[key(one)]["makespan_s"] / one["makespan_s"] for one in ours if key(one) in other]
+
+
+def _completion(runs: list[dict]) -> str:
+    parts = [[one["completion_s"].get(q) for one in runs if "completion_s" in one] for q in ("p50", "p90", "p99")]
+    return " / ".join(f"{statistics.median(v):.3g}" if (v := [x for x in p if x is not None]) else DASH for p in parts)
+
+
+def causes(one: dict) -> dict[str, float]:
+    """Bubble by cause; the total that some records also hold is left out."""
+    return {cause: share for cause, share in one["bubble"].items() if cause != "bubble_rate"}
+
+
+def balance_error(one: dict) -> int:
+    """decoded - trained - sum(waste): tokens; anything but 0 says that the accounting is wrong."""
+    return one["decoded"] - one["trained"] - sum(one["waste"].values())
+
+
+def _waste(runs: list[dict]) -> str:
+    return spread([sum(one["waste"].values()) / max(1, one["decoded"]) for one in runs])
+
+
+def policies(record: Record) -> list[Table]:
+    """One table per workload and setting, fastest policy first."""
+    tables = []
+    for work, found in by_work(record.data["runs"]).items():
+        base, rival = baseline_of(found), best_rival(found)
+        head = ["policy", "runs", "makespan, s", *([f"speed-up over {base}"] if base else []),
+                *([f"over best rival ({rival})"] if rival else []), "tokens/s", "bubble rate",
+                "completion P50 / P90 / P99, s", "wasted share", "preemptions", "tokens reconcile"]
+        rows = []
+        for name in sorted(found, key=lambda policy: makespan(found[policy])):
+            runs = found[name]
+            rows.append([name, str(len(runs)), spread([one["makespan_s"] for one in runs]),
+                         *([spread(speedups(runs, found[base]))] if base else []),
+                         *([spread(speedups(runs, found[rival]))] if rival else []),
+                         spread([one.get("tokens_per_s") for one in runs]),
+                         spread([sum(causes(one).values()) for one in runs if one.get("bubble")]),
+                         _completion(runs), _waste(runs), spread([one.get("preemptions") for one in runs]),
+                         "yes" if not any(map(balance_error, runs)) else "NO"])
+        tables.append(Table("Policies on " + settings_text(work), [head, *rows]))
+    return tables
+
+
+def tau_series(record: Record) -> dict[str, list[dict]]:
+    """Context and replicas at work -> measured points by batch."""
+    found: dict[str, list[dict]] = {}
+    for point in sorted(record.data["points"], key=lambda p: p["batch"]):
+        label = f"context {point['context']}, {point['replicas']} replicas at once"
+        found.setdefault(label.replace("1 replicas at once", "1 replica"), []).append(point)
+    return found
+
+
+def tau(record: Record) -> list[Table]:
+    rows = [["running requests", "context", "replicas at once", "ms per step", "spread, ms", "tokens/s each",
+             "prefill tokens/s"]]
+    rows += [[number(p[key]) for key in ("batch", "context", "replicas", "ms_per_step", "spread_ms", "tokens_per_s",
+                                         "prefill_tokens_per_s")] for p in record.data["points"]]
+    left = [[str(one.get("batch")), str(one.get("context")), str(one.get("replicas")), str(one.get("why"))]
+            for one in record.data.get("left_out", [])]
+    tables = [Table(f"tau(b); bubble capacity {record.data['capacity']}", rows)]
+    return tables + ([Table("Points left out", [["batch", "context", "replicas", "why"], *left])] if left else [])
+
+
+def validation_points(data: dict) -> list[tuple[str, str, float, float]]:
+    """(workload, policy, predicted seconds, measured seconds)."""
+    return [(str(one["workload"]), one["policy"], one["predicted_s"], one["measured_s"]) for one in data["runs"]]
+
+
+# --- costs of the overlay itself -----------------------------------------------------------------------------------
+
+def scheduler_cost(record: Record) -> list[Table]:
+    rows = [["scheduler", "arm", "µs per step", "own µs per step", "own share of upstream's step"]]
+    for mode in ("sync", "async"):
+        for arm, found in record.data[mode]["arms"].items():
+            rows.append([record.data[mode]["class"], arm, interval(found["microseconds_per_step"]),
+                         interval(found["own_microseconds_per_step"]), interval(found["own_over_upstream"], percent)])
+    return [Table(f"Scheduler step with {record.data['requests']} running requests", rows)]
+
+
+def decode_overhead(record: Record) -> list[Table]:
+    rows = [["arm", "throughput ratio, own time", "ratio, wall", "tokens per wall second"]]
+    rows += [[arm, interval(found["throughput_ratio_own"], near_one),
+              interval(found["throughput_ratio_wall"], near_one),
+              interval(found["tokens_per_wall_second"])] for arm, found in record.data["arms"].items()]
+    return [Table("Decoding with the scheduler hook, no boundary acting (1 = plain)", rows)]
+
+
+def startup(record: Record) -> list[Table]:
+    data = record.data
+    rows = [["", "ms"], ["start of a plain interpreter", f"{data['baseline_ms']:.3g}"],
+            ["added by the overlay, switched off", interval(data["overhead_ms"])],
+            ["control: plain against plain", interval(data["control_ms"])]]
+    return [Table(f"Interpreter start, {data['pairs']} pairs", rows)]
+
+
+def check(record: Record) -> list[Table]:
+    also = [["also", str(record.data["also"])]] if "also" in record.data else []
+    return [Table("Checks that passed", [["command", "result"], [record.command, str(record.data["result"])], *also])]
+
+
+TABLES: dict[str, Callable[[Record], list[Table]]] = {
+    "ablation": ablation, "comparison": comparison, "run": run, "engine": policies, "simulation": policies, "tau": tau,
+    "scheduler cost": scheduler_cost, "decode overhead": decode_overhead, "start-up": startup, "check": check,
+}
