@@ -103,8 +103,8 @@ def report(results, out: Path, options, difference: list[str]) -> int:
         print(note)
     print()
     print_table(rows)
-    record = {"command": "bash bench/quickstart.sh " + " ".join(sys.argv[1:]), "commit": commit(), "seed": options.seed,
-              "device": notes[1], "notes": notes, "difference": difference, "table": rows,
+    record = {"command": " ".join(["bash bench/quickstart.sh", *sys.argv[1:]]), "commit": commit(),
+              "seed": options.seed, "device": notes[1], "notes": notes, "difference": difference, "table": rows,
               "curves": {r.name: r.curves for r in results},
               "hooks": json.loads((out / "overlay" / "esgrpo" / "hooks.json").read_text())}
     (out / "table.json").write_text(json.dumps(record, indent=1))

@@ -10,14 +10,16 @@ from esgrpo.report.tables import (
     baseline_of,
     best_rival,
     by_work,
+    effective,
     interval,
     makespan,
     number,
+    pairs,
     percent,
     ratios,
-    settings_text,
     speedups,
     spread,
+    titles,
 )
 
 HEAD = ["claim", "ours", "against", "ratio [range]", "runs", "verdict", "kind", "device", "record"]
@@ -41,14 +43,20 @@ def _where(record: Record) -> list[str]:
 
 def _policies(record: Record) -> list[list[str]]:
     rows = []
-    for work, found in by_work(record.data["runs"]).items():
+    grouped = by_work(record.data["runs"])
+    names = titles(list(grouped))
+    for work, found in grouped.items():
         ours = min((name for name in found if name.startswith(OURS)), key=lambda n: makespan(found[n]), default=None)
         for other in dict.fromkeys((baseline_of(found), best_rival(found))):
             if ours and other:
                 gains = speedups(found[ours], found[other])
-                rows.append([f"makespan, {settings_text(work)}", f"{ours}: {number(makespan(found[ours]))} s",
+                rows.append([f"makespan per update, {names[work]}", f"{ours}: {number(makespan(found[ours]))} s",
                              f"{other}: {number(makespan(found[other]))} s", spread(gains) + " x faster",
                              str(len(gains)), verdict(gains), *_where(record)])
+                gains = pairs(found[ours], found[other], effective)
+                rows.append([f"trained tokens/s, {names[work]}", f"{ours}: {spread(map(effective, found[ours]))}",
+                             f"{other}: {spread(map(effective, found[other]))}", spread(gains), str(len(gains)),
+                             verdict(gains), *_where(record)])
     return rows
 
 

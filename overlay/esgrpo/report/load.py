@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from esgrpo.report import runs
@@ -28,7 +28,8 @@ class Record:
     device: str = ""
     spread: str = ""
     simulated: bool = False
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    folder: Path = Path()  # that paths in `data` are relative to
 
     def provenance(self) -> dict[str, str]:
         """What a reader needs to get the numbers again, and what is missing for it."""
@@ -42,7 +43,7 @@ def _kind(data: dict) -> str:
     def has(*names):
         return all(name in data for name in names)
 
-    runs_ = data.get("runs")
+    runs_ = data.get("runs")  # of policies
     first = runs_[0] if isinstance(runs_, list) and runs_ and isinstance(runs_[0], dict) else {}
     if has("difference", "table"):
         return "comparison"
@@ -147,12 +148,14 @@ def _with_runs(data: dict) -> dict:
 def _joined(lines: list[dict]) -> list[dict]:
     """Appended lines of the engine benchmark: all runs as one record, every tau(b) as its own."""
     runs_ = [line for line in lines if "policy" in line]
-    others = [line for line in lines if "policy" not in line]
+    others = [line for line in lines if "policy" not in line and line.get("kind") not in ("summary", "left_out")]
     if not runs_:
         return others
     facts = {key: "; ".join(dict.fromkeys(str(line[key]) for line in runs_ if line.get(key)))
              for key in ("command", "commit", "device")}
-    return [{**facts, "runs": runs_}, *others]
+    left = [f"Left out, {line.get('why', 'no reason given')}: {line['runs']}" for line in lines
+            if line.get("kind") == "left_out"]  # a summary line repeats what the runs say
+    return [{**facts, "runs": runs_, "notes": left}, *others]
 
 
 def _contents(path: Path) -> list[dict]:
@@ -179,14 +182,18 @@ def records(root: Path) -> list[Record]:
             continue
         parts = _contents(path)
         for number, data in enumerate(parts, 1):
-            found += of(path.name if len(parts) == 1 else f"{path.name}#{number}", data)
-    for run_dir in runs.directories(root):
-        found.append(_run(run_dir, root))
-    return found
+            name = path.name if len(parts) == 1 else f"{path.name}#{number}"
+            found += [replace(record, folder=root) for record in of(name, data)]
+    covered = {arm for record in found if record.kind == "comparison" for arm in record.data.get("curves", {})}
+    run_dirs = [path for path in runs.directories(root) if path.name not in covered]
+    return found + ([_runs(run_dirs)] if run_dirs else [])
 
 
-def _run(run_dir: Path, root: Path) -> Record:
-    data = runs.condense(run_dir)
-    name = "." if run_dir == root else str(run_dir.relative_to(root))
-    return Record(name, "run", data, command=data["command"], seeds=tuple(data["seeds"]), spread="one run",
-                  notes=("Read from the records of the run: times are those of its machine.",))
+def _runs(run_dirs: list[Path]) -> Record:
+    """Run directories side by side, named as their directories are."""
+    found = {path.resolve().name: runs.condense(path) for path in run_dirs}
+    return Record("run directories", "run", {"runs": found}, command="; ".join(f"{name}: {one['command']}" for name, one
+                                                                               in found.items() if one["command"]),
+                  seeds=tuple(sorted({seed for one in found.values() for seed in one["seeds"]})), spread="one run each",
+                  notes=("Read from the records of the runs, from the first response to the last; times are those of "
+                         "their machines.",))

@@ -21,12 +21,13 @@ h1,h2,h3,nav,table,figcaption,caption,.badge,.note,summary{font-family:system-ui
 h1{font-size:1.65rem;margin-bottom:.2rem}h2{font-size:1.2rem;margin-top:2.6rem;border-bottom:1px solid var(--ink)}
 h3{font-size:1rem;margin:2rem 0 .3rem}nav{font-size:.85rem;margin:1rem 0}nav a{margin-right:1rem;color:inherit}
 .scroll{overflow-x:auto;margin:1rem 0}
-table{border-collapse:collapse;font-size:.8rem;line-height:1.35;overflow-wrap:anywhere;
+table{border-collapse:collapse;font-size:.8rem;line-height:1.35;overflow-wrap:break-word;
 border-top:1.6px solid var(--ink);
 border-bottom:1.6px solid var(--ink);font-variant-numeric:tabular-nums}
 caption{caption-side:top;text-align:left;font-size:.85rem;padding-bottom:.4rem}
 th{font-weight:600;text-align:left;vertical-align:bottom;border-bottom:1px solid var(--ink);padding:.3rem .7rem .3rem 0}
-td{padding:.25rem .7rem .25rem 0;vertical-align:top;border-bottom:1px solid #eceef1}tr:last-child td{border-bottom:0}
+td{white-space:pre-wrap;padding:.25rem .7rem .25rem 0;
+vertical-align:top;border-bottom:1px solid #eceef1}tr:last-child td{border-bottom:0}
 td:first-child{font-weight:500}code{font-size:.85em}
 figure{margin:1.4rem 0}figure img{width:100%;height:auto}figcaption{font-size:.82rem;color:var(--soft)}
 figcaption b,caption b{color:var(--ink)}

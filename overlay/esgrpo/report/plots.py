@@ -15,7 +15,8 @@ HEAD_IN = 1.0  # title, axis and labels around such lines
 GREY, OTHER, INK = "#8a8f98", "#4c78a8", "#1f2430"
 OUR_COLOURS = ("#c8431c", "#e08a3c", "#8c2d5e")
 ARM_COLOURS = ("#8a8f98", "#c8431c", "#2f6db5", "#3f8f5b", "#9467bd", "#b5892f", "#3aa6a6", "#d46a9f", "#5b5b8c")
-CAUSE_COLOURS = ("#9db4cf", "#e3b25f", "#c8431c", "#6b8f71", "#7d6b9e", "#4b4f58", "#c9c3b8")
+CAUSE_COLOURS = {"paused": "#9db4cf", "no_work": "#9db4cf", "starved": "#e3b25f", "barrier": "#e3b25f",
+                 "tail": "#c8431c", "below_capacity": "#c8431c", "sync": "#6b8f71"}
 STYLE = {"font.size": 8.5, "axes.titlesize": 9, "axes.labelsize": 8.5, "axes.spines.top": False,
          "axes.spines.right": False, "axes.edgecolor": "#4b4f58", "axes.linewidth": 0.7, "axes.titlelocation": "left",
          "xtick.color": "#4b4f58", "ytick.color": INK, "text.color": INK, "axes.labelcolor": INK,
@@ -101,9 +102,10 @@ def stacked(axis, names: list[str], shares: dict[str, dict[str, float]], unit: s
     """One bar per name, split into causes."""
     causes = list(dict.fromkeys(cause for name in names for cause in shares.get(name, {})))
     left = [0.0] * len(names)
-    for cause, colour in zip(causes, CAUSE_COLOURS * 2, strict=False):
+    for cause in causes:
         widths = [shares.get(name, {}).get(cause, 0.0) for name in names]
-        axis.barh(range(len(names)), widths, left=left, height=0.62, color=colour, label=cause)
+        axis.barh(range(len(names)), widths, left=left, height=0.62, color=CAUSE_COLOURS.get(cause, INK),
+                  label=cause.replace("_", " "))
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.set(yticks=range(len(names)), yticklabels=names, xlabel=unit, ylim=(len(names) - 0.4, -0.6))
     axis.tick_params(axis="y", length=0)

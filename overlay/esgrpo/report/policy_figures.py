@@ -3,32 +3,82 @@
 from __future__ import annotations
 
 import statistics
+from itertools import accumulate
 
 from esgrpo.report import plots
 from esgrpo.report.load import Record
 from esgrpo.report.plots import Figure
-from esgrpo.report.tables import by_work, causes, makespan, settings_text, tau_series, validation_points
+from esgrpo.report.tables import (
+    OURS,
+    baseline_of,
+    best_rival,
+    by_work,
+    causes,
+    makespan,
+    seconds,
+    tau_series,
+    titles,
+    validation_points,
+)
+from esgrpo.report.trace import of_policy_run
 
 TOLERANCE = 0.1  # the simulator is asked to be within 10 % of the engine
 MOST_SETTINGS = 6  # panels of one figure; a study of more is shown as a table
 
 
 def policies(record: Record) -> list[Figure]:
-    figures = []
-    for work, found in list(by_work(record.data["runs"]).items())[:MOST_SETTINGS]:
+    figures = _running(record)
+    grouped = by_work(record.data["runs"])
+    titled = titles(list(grouped))
+    for work, found in list(grouped.items())[:MOST_SETTINGS]:
         names = sorted(found, key=lambda policy: makespan(found[policy]))
         height = plots.HEAD_IN + plots.ROW_IN * len(names)
         with plots.drawing(1, 2, height, sharey=True) as (axes, done):
-            plots.dots(axes[0], names, {name: [one["makespan_s"] for one in found[name]] for name in names}, "seconds")
+            plots.dots(axes[0], names, {name: list(map(seconds, found[name])) for name in names}, "s per update")
             axes[0].set_xlim(left=0)
             axes[0].set_title("makespan")
             plots.stacked(axes[1], names, {name: _mean_bubble(found[name]) for name in names}, "share of capacity")
             plots.stamp(axes[0], record.simulated)
-            figures.append(Figure("Makespan and bubble by policy: " + settings_text(work),
+            figures.append(Figure("Makespan and bubble by policy: " + titled[work],
                                   "Left: every run a dot, the bar the median; shorter is better. Right: share of the "
                                   "bubble capacity that decoded nothing, by cause, mean over runs."
                                   + (" Simulated." if record.simulated else ""), done()))
     return figures
+
+
+def _running(record: Record) -> list[Figure]:
+    """Requests in the engines over time, one run a policy; nothing for a record without traces."""
+    figures = []
+    grouped = by_work(record.data["runs"])
+    titled = titles(list(grouped))
+    for work, found in grouped.items():
+        base, rival = baseline_of(found), best_rival(found)
+        ours = [name for name in found if name.startswith(OURS)]
+        lines = {}
+        for name in dict.fromkeys(name for name in (base, rival, *ours) if name):
+            one = next((one for one in found[name] if one.get("trace")), None)
+            stays, _ = of_policy_run(one, record.folder) if one else ([], [])
+            if stays:
+                lines[name] = _in_engine(stays)
+        if lines:
+            with plots.drawing(height=2.5) as (axes, done):
+                palette = plots.colours(list(lines))
+                for name, points in lines.items():
+                    axes[0].step(*zip(*points, strict=True), where="post", lw=1.1, color=palette[name], label=name)
+                axes[0].set(xlabel="seconds", ylabel="requests in the engines", xlim=(0, None), ylim=(0, None))
+                capacity = found[base or next(iter(found))][0]
+                full = capacity.get("capacity", 0) * capacity.get("replicas", 1)
+                axes[0].axhline(full, color="#4b4f58", lw=0.8, ls=":")
+                axes[0].legend(loc="upper right")
+                figures.append(Figure("Requests in the engines over time: " + titled[work],
+                                      "First repeat of each policy; waiting requests included. Below the dotted line "
+                                      "(bubble capacity of all replicas) the device gives less than it could.", done()))
+    return figures
+
+
+def _in_engine(stays) -> list[tuple[float, int]]:
+    changes = sorted([(stay.start, 1) for stay in stays] + [(stay.end, -1) for stay in stays])
+    return [(at, total) for (at, _), total in zip(changes, accumulate(step for _, step in changes), strict=True)]
 
 
 def _mean_bubble(runs: list[dict]) -> dict[str, float]:

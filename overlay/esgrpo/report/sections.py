@@ -49,8 +49,8 @@ ORDER = (
     ("Training", ("ablation", "comparison", "run"),
      "Whole runs of verl under the same command and the same wall-time budget; arms differ in switches."),
     ("Simulation", ("simulation", "study", "validation"),
-     "A virtual clock drives the overlay's own decision code. These numbers are simulated; they say what to expect, not "
-     "what was seen."),
+     "A virtual clock drives the overlay's own decision code. These numbers are simulated: what to expect, not what "
+     "was seen."),
     ("What the overlay itself costs", ("scheduler cost", "decode overhead", "start-up"),
      "Each against plain upstream in one process, with a control of plain against plain."),
     ("Checks", ("check",), "Runs that pass or fail; no measurement of speed."),
@@ -115,7 +115,8 @@ def caveats(record: Record) -> list[str]:
         if wrong:
             found.append(f"{len(wrong)} runs do not reconcile (decoded != trained + waste): do not quote this record.")
         if len(record.seeds) < FEW_SEEDS:
-            found.append(f"Fewer than {FEW_SEEDS} seeds.")
+            found.append(f"Fewer than {FEW_SEEDS} seeds of the workload: repeats tell the noise of the machine only.")
+        found.append("Settings: " + tables.settings(record))
     machine = record.data.get("machine")
     load = machine["load"][0] if isinstance(machine, dict) else record.data.get("load_average_before")
     if load is not None and load > BUSY:

@@ -10,6 +10,8 @@ from esgrpo.report.load import Record
 
 BASELINES = ("verl", "off", "plain")
 OURS = "es-grpo"  # policies of the engine benchmark and the simulator that begin so are ours
+SETTING = ("workload", "scenario", "groups", "members", "cap", "replicas", "updates", "scale", "tail", "prompts",
+           "sequences", "max_num_seqs", "train_s", "sync_s", "staleness", "capacity", "model", "device")
 NO_RIVALS = (*BASELINES, "oracle")  # an oracle knows the true lengths; nobody has one
 MAIN_MEASURES = ("effective tokens/s", "step time, s", "bubble rate", "time to target, s", "held-out reward, last",
                  "tail ratio")
@@ -102,26 +104,45 @@ def hook_states(reports: list[dict]) -> list[Table]:
         return []
     states = [{hook["slug"]: hook["state"] for hook in report["hooks"]} for report in reports]
     rows = [[slug, *[found.get(slug, DASH) for found in states]] for slug in states[0]]
-    return [Table("Hook states of the overlay arm", [["hook", *[r["process"] for r in reports]], *rows], True)]
+    return [Table("Hook states by process", [["hook", *[r["process"] for r in reports]], *rows], True)]
 
 
 def run(record: Record) -> list[Table]:
-    facts = {name: f"{value:.4g}" if isinstance(value, float) else str(value)
-             for name, value in record.data["facts"].items()}
-    return [Table("Totals of the run", [["", "value"], *map(list, facts.items())]),
-            *hook_states(record.data.get("hooks", []))]
+    """Totals as rows, runs as columns; hook states by run."""
+    found = record.data["runs"]
+    facts = next(iter(found.values()))["facts"]
+    rows = [["", *found], *[[name, *[number(one["facts"][name]) for one in found.values()]] for name in facts]]
+    return [Table("Totals by run", rows)] + [Table(f"{table.title}: {name}", table.rows, True)
+                                             for name, one in found.items() for table in hook_states(one["hooks"])]
 
 
 # --- policies: engine benchmark and simulator ----------------------------------------------------------------------
 
 def same_work(run_: dict) -> tuple:
-    """What two runs must share to be compared."""
-    return tuple(str(run_.get(key, DASH)) for key in ("workload", "scenario", "replicas", "groups", "members", "cap"))
+    """What two runs must share to be compared: (name, value) pairs."""
+    return tuple((key, run_[key]) for key in SETTING if key in run_)
 
 
-def settings_text(work: tuple) -> str:
-    workload, scenario, replicas, groups, members, cap = work
-    return f"{workload}, {scenario}, {groups} groups x {members}, cap {cap}, {replicas} replicas"
+def titles(works: list[tuple]) -> dict[tuple, str]:
+    """Short names of settings: the workload, and what else differs between the settings of a record."""
+    always = {"workload", "scenario", "groups", "members", "cap", "replicas"}
+    named = {work: dict(work) for work in works}
+    other = [key for key in SETTING if key not in always and len({str(one.get(key)) for one in named.values()}) > 1]
+    found = {}
+    for work, one in named.items():
+        parts = [str(one[key]) for key in ("workload", "scenario") if key in one]
+        parts += [f"{one['groups']} groups x {one['members']}"] if {"groups", "members"} <= set(one) else []
+        parts += [f"{key} {one[key]}" for key in ("cap", "replicas", *other) if key in one]
+        found[work] = ", ".join(parts)
+    return found
+
+
+def settings(record: Record) -> str:
+    """Everything that the runs of a record have in common and that no title says."""
+    works = [dict(same_work(one)) for one in record.data["runs"]]
+    common = {key: works[0].get(key) for key in SETTING[6:] if key != "device"
+              and len({str(work.get(key)) for work in works}) == 1 and works[0].get(key) is not None}
+    return ", ".join(f"{key} {value}" for key, value in common.items())
 
 
 def by_work(runs: list[dict]) -> dict[tuple, dict[str, list[dict]]]:
@@ -132,8 +153,15 @@ def by_work(runs: list[dict]) -> dict[tuple, dict[str, list[dict]]]:
     return found
 
 
+def seconds(one: dict) -> float:
+    """Makespan of one update's batch of groups; of the whole run where nothing finer was kept."""
+    if "s_per_update" in one:
+        return one["s_per_update"]
+    return one["update_s"]["mean"] if "update_s" in one else one["makespan_s"]
+
+
 def makespan(runs: list[dict]) -> float:
-    return statistics.median(one["makespan_s"] for one in runs)
+    return statistics.median(map(seconds, runs))
 
 
 def best_rival(policies: dict[str, list[dict]]) -> str | None:
@@ -142,13 +170,23 @@ def best_rival(policies: dict[str, list[dict]]) -> str | None:
     return min(rivals, key=lambda name: makespan(policies[name]), default=None)
 
 
-def speedups(ours: list[dict], theirs: list[dict]) -> list[float]:
-    """Their makespan over ours, each pair with the same seed and repeat."""
+def effective(one: dict) -> float:
+    """Trained tokens per second: what a policy that cuts or drops long responses cannot win by."""
+    return one["trained"] / one["makespan_s"]
+
+
+def pairs(ours: list[dict], theirs: list[dict], measure) -> list[float]:
+    """Ours over theirs, each pair with the same seed and repeat."""
     def key(one):
         return one.get("seed"), one.get("repeat")
 
     other = {key(one): one for one in theirs}
-    return [other[key(one)]["makespan_s"] / one["makespan_s"] for one in ours if key(one) in other]
+    return [measure(one) / measure(other[key(one)]) for one in ours if key(one) in other and measure(other[key(one)])]
+
+
+def speedups(ours: list[dict], theirs: list[dict]) -> list[float]:
+    """Their makespan over ours."""
+    return pairs(ours, theirs, lambda one: 1 / seconds(one))
 
 
 def _completion(runs: list[dict]) -> str:
@@ -157,8 +195,8 @@ def _completion(runs: list[dict]) -> str:
 
 
 def causes(one: dict) -> dict[str, float]:
-    """Bubble by cause; the total that some records also hold is left out."""
-    return {cause: share for cause, share in one["bubble"].items() if cause != "bubble_rate"}
+    """Bubble by cause; the total that records also hold is left out."""
+    return {cause: share for cause, share in one["bubble"].items() if cause not in ("rate", "bubble_rate")}
 
 
 def balance_error(one: dict) -> int:
@@ -173,22 +211,25 @@ def _waste(runs: list[dict]) -> str:
 def policies(record: Record) -> list[Table]:
     """One table per workload and setting, fastest policy first."""
     tables = []
-    for work, found in by_work(record.data["runs"]).items():
+    grouped = by_work(record.data["runs"])
+    names = titles(list(grouped))
+    for work, found in grouped.items():
         base, rival = baseline_of(found), best_rival(found)
-        head = ["policy", "runs", "makespan, s", *([f"speed-up over {base}"] if base else []),
-                *([f"over best rival ({rival})"] if rival else []), "tokens/s", "bubble rate",
-                "completion P50 / P90 / P99, s", "wasted share", "preemptions", "tokens reconcile"]
+        head = ["policy", "runs", "makespan, s per update", *([f"speed-up over {base}"] if base else []),
+                *([f"over best rival ({rival})"] if rival else []), "trained tokens/s",
+                *([f"ratio to {base}"] if base else []), "bubble rate", "completion P50 / P90 / P99, s",
+                "wasted share", "preemptions", "tokens reconcile"]
         rows = []
         for name in sorted(found, key=lambda policy: makespan(found[policy])):
-            runs = found[name]
-            rows.append([name, str(len(runs)), spread([one["makespan_s"] for one in runs]),
-                         *([spread(speedups(runs, found[base]))] if base else []),
-                         *([spread(speedups(runs, found[rival]))] if rival else []),
-                         spread([one.get("tokens_per_s") for one in runs]),
-                         spread([sum(causes(one).values()) for one in runs if one.get("bubble")]),
-                         _completion(runs), _waste(runs), spread([one.get("preemptions") for one in runs]),
-                         "yes" if not any(map(balance_error, runs)) else "NO"])
-        tables.append(Table("Policies on " + settings_text(work), [head, *rows]))
+            mine = found[name]
+            rows.append([name, str(len(mine)), spread(map(seconds, mine)),
+                         *([spread(speedups(mine, found[base]))] if base else []),
+                         *([spread(speedups(mine, found[rival]))] if rival else []), spread(map(effective, mine)),
+                         *([spread(pairs(mine, found[base], effective))] if base else []),
+                         spread([sum(causes(one).values()) for one in mine if one.get("bubble")]), _completion(mine),
+                         _waste(mine), spread([one.get("preemptions") for one in mine]),
+                         "yes" if not any(map(balance_error, mine)) else "NO"])
+        tables.append(Table("Policies on " + names[work], [head, *rows]))
     return tables
 
 
@@ -202,13 +243,16 @@ def tau_series(record: Record) -> dict[str, list[dict]]:
 
 
 def tau(record: Record) -> list[Table]:
-    rows = [["running requests", "context", "replicas at once", "ms per step", "spread, ms", "tokens/s each",
-             "prefill tokens/s"]]
-    rows += [[number(p[key]) for key in ("batch", "context", "replicas", "ms_per_step", "spread_ms", "tokens_per_s",
-                                         "prefill_tokens_per_s")] for p in record.data["points"]]
-    left = [[str(one.get("batch")), str(one.get("context")), str(one.get("replicas")), str(one.get("why"))]
+    """ms per decode step (spread) by batch; a column per context and number of replicas at work."""
+    series = {label: {p["batch"]: p for p in points} for label, points in tau_series(record).items()}
+    rows = [["running requests", *[f"ms, {label}" for label in series]]]
+    for batch in sorted({p["batch"] for p in record.data["points"]}):
+        rows.append([str(batch), *[f"{number(p['ms_per_step'])} (±{number(p['spread_ms'])}), "
+                                   f"{number(p['tokens_per_s'])} tokens/s" if (p := points.get(batch)) else DASH
+                                   for points in series.values()]])
+    left = [[str(one.get(key)) for key in ("batch", "context", "replicas", "why")]
             for one in record.data.get("left_out", [])]
-    tables = [Table(f"tau(b); bubble capacity {record.data['capacity']}", rows)]
+    tables = [Table(f"tau(b), time of a decode step; bubble capacity {record.data['capacity']}", rows)]
     return tables + ([Table("Points left out", [["batch", "context", "replicas", "why"], *left])] if left else [])
 
 

@@ -21,14 +21,16 @@ def curves_of(record: Record) -> dict[str, list[dict]]:
     found = record.data.get("curves", {})
     if record.kind == "ablation":
         return {arm: list(seeds.values()) for arm, seeds in found.items() if seeds}
-    return {"this run": [found]} if record.kind == "run" else {arm: [one] for arm, one in found.items()}
+    if record.kind == "run":
+        return {name: [one["curves"]] for name, one in record.data["runs"].items()}
+    return {arm: [one] for arm, one in found.items()}
 
 
 def training(record: Record) -> list[Figure]:
     figures = [_ratios(record)] if record.kind == "ablation" else []
     arms = curves_of(record)
     if arms:
-        figures += [_reward(arms), _bubble(arms), _lengths(arms)]
+        figures += [_reward(arms, record.kind), _bubble(arms), _lengths(arms)]
     if record.kind == "ablation":
         figures.append(_bias(record))
     return [figure for figure in figures if figure]
@@ -109,12 +111,13 @@ def _against_baseline(arms: dict[str, list[dict]], draw, x: str, y: str, **axes_
         return done()
 
 
-def _reward(arms) -> Figure:
+def _reward(arms, kind: str) -> Figure:
     several = max(map(len, arms.values())) > 1
+    meaning = ("Mean score of the responses that were trained, in bins of 10 s." if kind == "run" else
+               "Held-out reward: median over seeds, band from the lowest to the highest seed; an evaluation holds "
+               "until the next one." if several else "Held-out reward; dotted: the target of the arm.")
     return Figure("Reward over wall time",
-                  "Median over seeds, band from the lowest to the highest seed; an evaluation holds until the next one."
-                  if several else
-                  "One run per arm: differences of this size can be the seed. Dotted: target of the arm.",
+                  meaning + ("" if several else " One run each: differences of this size can be the seed."),
                   _against_baseline(arms, _reward_line, "seconds since ready", "mean reward"))
 
 
@@ -128,7 +131,7 @@ def _bubble(arms) -> Figure | None:
     with plots.drawing(rows, columns, 0.7 + 1.5 * rows, sharex=True, sharey=True) as (axes, done):
         for axis, (arm, points) in zip(axes, shown.items(), strict=False):
             times, *parts = zip(*points, strict=True)
-            axis.stackplot(times, *parts, labels=CAUSES, colors=plots.CAUSE_COLOURS, lw=0)
+            axis.stackplot(times, *parts, labels=CAUSES, colors=[plots.CAUSE_COLOURS[cause] for cause in CAUSES], lw=0)
             axis.set(title=arm, ylim=(0, 1), xlim=(times[0], times[-1]))
         for axis in axes[len(shown):]:
             axis.set_visible(False)
