@@ -40,7 +40,7 @@ def main(directory: str, out: str | None = None, trace: str | None = None) -> in
     path = Path(out) if out else root / DEFAULT_NAME
     content = sections.build(records)
     page.write(content, path)
-    unknown = [record.name for record in records if record.kind == "unknown"]
+    unknown = [record.name for record in content.unknown]
     odd = f", unknown shape: {', '.join(unknown)}" if unknown else ""
     print(f"esgrpo: {path} and {path.with_suffix('.md').name}: {len(records)} records, "
           f"{len(content.missing)} kinds of evidence not run{odd}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from esgrpo.report import runs
 
+SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # of a record with fields amiss
 NOT_RECORDED = "not recorded"
 NO_RESULTS = ("arm.json", "metrics.jsonl", "metrics-timed.jsonl")  # of a run directory, which is read as a whole
 SIMULATED = "simulated"
@@ -36,6 +37,12 @@ class Record:
         facts = {"command": self.command, "commit": self.commit, "seed": ", ".join(self.seeds),
                  "device": self.device, "spread": self.spread}
         return {name: text or NOT_RECORDED for name, text in facts.items()}
+
+
+def unknown(record: Record, error: Exception) -> Record:
+    """The same record as one that was not understood, with the reason."""
+    reason = f"taken for {record.kind!r}, but {type(error).__name__}: {error}"
+    return replace(record, kind="unknown", notes=(*record.notes, reason))
 
 
 # First match wins. A kind is recognised by the fields that its tables need, never by the file's name.
@@ -167,6 +174,8 @@ def _contents(path: Path) -> list[dict]:
         try:
             lines = [json.loads(line) for line in text.splitlines() if line.strip()]
         except ValueError:
+            lines = []
+        if not lines:
             return [{"notes": [f"no JSON: {error}"]}]
         if all(isinstance(line, dict) for line in lines):
             return _joined(lines)
@@ -183,7 +192,10 @@ def records(root: Path) -> list[Record]:
         parts = _contents(path)
         for number, data in enumerate(parts, 1):
             name = path.name if len(parts) == 1 else f"{path.name}#{number}"
-            found += [replace(record, folder=root) for record in of(name, data)]
+            try:
+                found += [replace(record, folder=root) for record in of(name, data)]
+            except SHAPE_ERRORS as error:
+                found.append(unknown(Record(name, "unknown", data), error))
     covered = {arm for record in found if record.kind == "comparison" for arm in record.data.get("curves", {})}
     run_dirs = [path for path in runs.directories(root) if path.name not in covered]
     return found + ([_runs(run_dirs)] if run_dirs else [])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from esgrpo.report import headline, policy_figures, tables, training_figures
-from esgrpo.report.load import NOT_RECORDED, Record
+from esgrpo.report.load import NOT_RECORDED, SHAPE_ERRORS, Record, unknown
 from esgrpo.report.plots import Figure
-from esgrpo.report.tables import DASH, TABLES, Table
+from esgrpo.report.tables import TABLES, Table
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Section:
 class Content:
     headline: Table
     sections: list[Section]
-    missing: list[list[str]] = field(default_factory=list)
-    unknown: list[Record] = field(default_factory=list)
-    sources: Table | None = None
+    missing: list[list[str]]
+    unknown: list[Record]
+    sources: Table
 
 
 FIGURES = {
@@ -136,18 +136,32 @@ def _sources(records: list[Record]) -> Table:
     return Table("Where every number comes from", rows)
 
 
+def _understood(record: Record) -> Block | Record:
+    """What the record says, or the record as an unknown one when a field that its kind needs is amiss."""
+    if record.kind == "unknown":
+        return record
+    try:
+        headline.table([record])
+        figures = FIGURES[record.kind](record) if record.kind in FIGURES else []
+        return Block(record, TABLES[record.kind](record), figures, caveats(record))
+    except SHAPE_ERRORS as error:
+        return unknown(record, error)
+
+
 def build(records: list[Record]) -> Content:
+    parts = [_understood(record) for record in records]
+    blocks = [part for part in parts if isinstance(part, Block)]
+    known = [block.record for block in blocks]
     sections = []
     for title, kinds, lead in ORDER:
-        mine = sorted((r for r in records if r.kind in kinds), key=lambda r: kinds.index(r.kind))
-        blocks = [Block(r, TABLES[r.kind](r), FIGURES[r.kind](r) if r.kind in FIGURES else [], caveats(r))
-                  for r in mine]
-        sections.append(Section(title, lead if blocks else "", blocks))
-    missing = [[name, command] for name, there, command in EXPECTED if not there(records)]
-    return Content(headline.table(records), sections, missing,
-                   [record for record in records if record.kind == "unknown"], _sources(records))
+        mine = [block for block in blocks if block.record.kind in kinds]
+        sections.append(Section(title, lead, sorted(mine, key=lambda block: kinds.index(block.record.kind))))
+    missing = [[name, command] for name, there, command in EXPECTED if not there(known)]
+    return Content(headline.table(known), sections, missing, [part for part in parts if isinstance(part, Record)],
+                   _sources(known))
 
 
 def shape_of(record: Record) -> str:
-    """Top-level fields of a record nobody knows, for its author to see."""
-    return ", ".join(f"{key}: {type(value).__name__}" for key, value in record.data.items()) or DASH
+    """Why a record was not understood, and its top-level fields, for its author to see."""
+    fields = [f"{key}: {type(value).__name__}" for key, value in record.data.items() if key != "notes"]
+    return "; ".join([*record.notes, *([", ".join(fields)] if fields else [])])
