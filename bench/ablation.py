@@ -6,6 +6,10 @@ Every arm is a real fully-async run (Ray, vLLM, weight syncs) of the same comman
 arms of one seed follow each other, in an order that rotates with the seed. A finished run is not run again, so an
 interrupted command goes on where it was. Numbers are medians over seeds with their range; ratios are taken within a
 seed against `off`.
+
+The training set is small on purpose: history, routing and the prompt sampler know a prompt from its second visit on,
+so that a run of minutes has to come back to its prompts, as a run of days does. `--jobs` runs several arms side by
+side, each on cores of its own (the arms of one seed together, so that what disturbs one disturbs all).
 """
 
 from __future__ import annotations
@@ -17,26 +21,21 @@ import platform
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 from bench import arm, compare, stack
-from bench.quickstart import (
-    ROOT,
-    TRAINING_PROMPTS,
-    VALIDATION_PROMPTS,
-    common_overrides,
-    cpu_model,
-    print_table,
-    say,
-)
+from bench.quickstart import ROOT, VALIDATION_PROMPTS, common_overrides, cpu_model, print_table, say
 from bench.startup import commit
 from bench.testbed import make_data
 from esgrpo.report.tables import spread
 
 SEGMENT = "+actor_rollout_ref.rollout.segment"
 SEGMENT_LENGTH = 64  # tokens; responses of the testbed end between 20 and 512
+TRAINING_PROMPTS = 64  # eight weight versions an epoch
+POLL_S = 1.0
 
 
 def switches(*keys: str) -> list[str]:
@@ -111,25 +110,64 @@ def is_done(record: Path, overrides: list[str]) -> bool:
     return found["overrides"] == overrides and (found["stopped_at_budget"] or found["return_code"] == 0)
 
 
+def data_of(seed: int, options) -> Path:
+    return options.out / f"data-{options.task}-{options.prompts}-{seed}"
+
+
+def prepare_data(seeds: list[int], options) -> None:
+    for seed in seeds:
+        if not data_of(seed, options).exists():
+            counts = {"train": options.prompts, "val": VALIDATION_PROMPTS}
+            partial = data_of(seed, options).with_suffix(".partial")
+            make_data.write(options.task, seed, counts, partial)
+            partial.rename(data_of(seed, options))  # whole or not there at all
+
+
 def run_arm(name: str, seed: int, options, say=say) -> tuple[dict[str, float | None], dict]:
     """Measures and curves of one run."""
     run_dir = options.out / f"{options.task}-{seed}-{name.replace(' ', '-')}"
-    data = options.out / f"data-{options.task}-{seed}"
+    data = data_of(seed, options)
     overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common_overrides(data, seed)] + ARMS[name]
     if not is_done(run_dir / "arm.json", overrides):
         shutil.rmtree(run_dir, ignore_errors=True)
-        make_data.write(options.task, seed, {"train": TRAINING_PROMPTS, "val": VALIDATION_PROMPTS}, data)
         arm.run(f"{name} seed {seed}", overrides, run_dir, ROOT / "overlay", budget_s=options.budget, say=say)
     result = compare.load(run_dir)
     return measures(run_dir, result), result.curves
 
 
-def device() -> str:
+def run_side_by_side(pairs: list[tuple[str, int]], options) -> None:
+    """Every run as a command of its own on its own cores; what fails there is run and told again by the caller."""
+    cores = sorted(os.sched_getaffinity(0))
+    slots = [set(cores[i * options.cores:(i + 1) * options.cores]) for i in range(options.jobs)]
+    waiting, running = list(pairs), {}
+    try:
+        while waiting or running:
+            for slot in [slot for slot, child in running.items() if child.poll() is not None]:
+                del running[slot]
+            for slot in [s for s in range(options.jobs) if s not in running][:len(waiting)]:
+                name, seed = waiting.pop(0)
+                os.sched_setaffinity(0, slots[slot])  # inherited by the child
+                running[slot] = subprocess.Popen(
+                    [sys.executable, "-m", "bench.ablation", "--arms", name, "--seeds", str(seed), "--task",
+                     options.task, "--budget", str(options.budget), "--prompts", str(options.prompts), "--out",
+                     str(options.out)], cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+                os.sched_setaffinity(0, cores)
+                say(f"ablation: {name} seed {seed} on cores {sorted(slots[slot])}, {len(waiting)} to start")
+            time.sleep(POLL_S)
+    finally:
+        for child in running.values():
+            child.terminate()
+        for child in running.values():
+            child.wait()
+    os.sched_setaffinity(0, slots[0])  # for a run that failed: the caller makes it again
+
+
+def device(options) -> str:
     if stack.DEVICE == "cpu":
-        return f"{platform.machine()}, {cpu_model()}, {os.cpu_count()} cores"
+        return f"{platform.machine()}, {cpu_model()}, {options.cores} cores a run"
     import torch
 
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {os.cpu_count()} cores"
+    return f"{torch.cuda.get_device_name()}, two a run, {options.cores} cores a run"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -138,6 +176,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--budget", type=float, default=300.0, help="wall seconds per run after start-up")
     parser.add_argument("--task", default="search", help="a task of bench/testbed")
+    parser.add_argument("--prompts", type=int, default=TRAINING_PROMPTS, help="of the training set")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--cores", type=int, default=2, help="of each of them")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablation")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
     options = parser.parse_args(argv)
@@ -147,17 +188,23 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    if options.jobs * options.cores > len(os.sched_getaffinity(0)):
+        parser.error(f"--jobs {options.jobs} of {options.cores} cores: there are {len(os.sched_getaffinity(0))} cores")
+    pairs = [(name, seed) for number, seed in enumerate(seeds)
+             for name in names[number % len(names):] + names[:number % len(names)]]
     found: dict[str, dict[int, dict]] = {name: {} for name in names}
     curves: dict[str, dict[int, dict]] = {name: {} for name in names}
     failed = []
     try:
-        for number, seed in enumerate(seeds):
-            for name in names[number % len(names):] + names[:number % len(names)]:
-                try:
-                    found[name][seed], curves[name][seed] = run_arm(name, seed, options)
-                except RuntimeError as error:  # the others still count; the exit code tells
-                    failed.append(str(error))
-                    say(f"ablation: {error}")
+        prepare_data(seeds, options)
+        if options.jobs > 1:
+            run_side_by_side(pairs, options)
+        for name, seed in pairs:
+            try:
+                found[name][seed], curves[name][seed] = run_arm(name, seed, options)
+            except RuntimeError as error:  # the others still count; the exit code tells
+                failed.append(str(error))
+                say(f"ablation: {error}")
     except KeyboardInterrupt:
         say("interrupted; every process of the run has been ended; the same command goes on from here")
         return 130
@@ -167,8 +214,8 @@ def main(argv: list[str] | None = None) -> int:
 def report(found, curves, failed: list[str], options) -> int:
     rows = table({name: seeds for name, seeds in found.items() if seeds})
     notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
-             f"{time.strftime('%Y-%m-%d')}, commit {commit()}",
-             f"{device()} for one trainer and one rollout replica",
+             f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
+             f"{device(options)} for one trainer and one rollout replica, {options.jobs} runs side by side",
              "median [range] over seeds; ratios within a seed; waste as a share of spent tokens"]
     print("\n" + "\n".join(notes) + "\n")
     print_table(rows)
@@ -177,8 +224,8 @@ def report(found, curves, failed: list[str], options) -> int:
         command = "python -m bench.ablation " + " ".join(sys.argv[1:])
         options.results.write_text(json.dumps({
             "command": command, "commit": commit(), "seeds": list(map(int, options.seeds.split(","))),
-            "device": device(), "notes": notes, "arms": ARMS, "failed": failed, "measures": found, "table": rows,
-            "curves": curves}, indent=1) + "\n")
+            "device": device(options), "notes": notes, "arms": ARMS, "failed": failed, "measures": found,
+            "table": rows, "curves": curves}, indent=1) + "\n")
     return 1 if failed else 0
 
 

@@ -1,6 +1,8 @@
 """The ablation's arms are valid settings, and its table says how many seeds a number rests on."""
 
+import argparse
 import json
+import os
 
 import pytest
 
@@ -59,3 +61,22 @@ def test_only_a_run_that_ended_well_is_not_run_again(tmp_path, record, done):
     assert not ablation.is_done(path, ["a"])
     path.write_text(json.dumps({"overrides": ["a"], "stopped_at_budget": False, **record}))
     assert ablation.is_done(path, ["a"]) is done
+
+
+def test_runs_side_by_side_have_cores_of_their_own_and_each_runs_once(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\necho "$4 $6 $(taskset -pc $$ | sed "s/.*: //")" >> {tmp_path}/seen\nsleep 0.2\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(ablation.sys, "executable", str(python))
+    monkeypatch.setattr(ablation, "POLL_S", 0.05)
+    before = os.sched_getaffinity(0)
+    cores = sorted(before)[:2]
+    options = argparse.Namespace(jobs=2, cores=1, task="search", budget=1.0, prompts=8, out=tmp_path)
+    try:
+        os.sched_setaffinity(0, cores)
+        ablation.run_side_by_side([("off", 1), ("all", 1), ("off", 2)], options)
+    finally:
+        os.sched_setaffinity(0, before)
+    seen = [line.split() for line in (tmp_path / "seen").read_text().splitlines()]
+    assert sorted(line[:2] for line in seen) == [["all", "1"], ["off", "1"], ["off", "2"]]
+    assert {line[2] for line in seen[:2]} == {str(core) for core in cores}

@@ -84,7 +84,7 @@ def _length_lines(axis, arm: str, seeds: list[dict], colour: str) -> None:
         if counts:
             numbers = range(min(counts), max(counts) + 2)
             total = sum(counts.values())
-            below = accumulate((counts.get(n - 1, 0) / total for n in numbers))
+            below = accumulate(counts.get(n - 1, 0) / total for n in numbers)
             axis.plot([2 ** (n / BINS_PER_OCTAVE) for n in numbers], list(below), lw=1.3, ls=style, color=colour,
                       label=arm if kind == "sampled" else None)
 
