@@ -18,14 +18,15 @@ import json
 import math
 import random
 import statistics
+import subprocess
 import sys
 from collections import Counter, deque
 from pathlib import Path
 
-from bench.startup import commit
 from esgrpo import config
 from esgrpo.algo.prompt_sampling import PromptSampler, has_gradient
 
+ROOT = Path(__file__).resolve().parent.parent
 SEEDS = (0, 1, 2)
 RESPONSES = 8
 GROUPS_PER_VERSION = 16
@@ -148,6 +149,11 @@ def compare(prompts: int, groups: int, lag: int) -> dict[str, dict]:
         result[arm] = {name: {"mean": round(statistics.fmean(row[name] for row in rows), 4),
                               "seeds": [round(row[name], 4) for row in rows]} for name in rows[0]}
     return result
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def main(argv: list[str] | None = None) -> int:

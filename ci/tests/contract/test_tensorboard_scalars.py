@@ -34,7 +34,8 @@ def metrics_of_a_step(prefix, batch_metrics) -> dict[str, float]:
 
     original = getattr(rename_dict, "__wrapped__", rename_dict)  # the overlay may be active in this environment
     of_batch = batch_metrics(lambda batch: {"critic/score/mean": 1.0})
-    return {**reduce_metrics(prefix(original)(LOSS, "actor/")), **of_batch(batch_of([SUMMARY, {**SUMMARY, "member": 1}]))}
+    ours = of_batch(batch_of([SUMMARY, {**SUMMARY, "member": 1}]))
+    return {**reduce_metrics(prefix(original)(LOSS, "actor/")), **ours}
 
 
 def logged(directory, monkeypatch, metrics: dict[str, float]) -> dict[str, tuple[int, float]]:

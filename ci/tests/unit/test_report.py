@@ -12,7 +12,7 @@ import pytest
 
 from bench import ablation
 from esgrpo import cli
-from esgrpo.report import headline, load, sections, tables
+from esgrpo.report import headline, load, policy_tables, sections, tables
 
 pytest.importorskip("matplotlib")
 MEASURES = {"effective tokens/s": 100.0, "decoded tokens/s": 200.0, "time to target, s": 30.0, "bubble rate": 0.5,
@@ -125,7 +125,7 @@ def test_policies_are_compared_pair_by_pair_on_the_same_work_only(tmp_path):
         runs.append({**RUN, "repeat": repeat, "policy": "verl", "cap": 128, "s_per_update": 1.0})
     engine_record(tmp_path, runs)
     record, = load.records(tmp_path)
-    first, second = tables.policies(record)
+    first, second = policy_tables.policies(record)
     rows = {row[0]: dict(zip(first.rows[0], row, strict=True)) for row in first.rows[1:]}
     assert list(rows) == ["oracle", "es-grpo", "seer", "verl"]  # fastest first; an oracle is no rival
     assert rows["es-grpo"]["speed-up over verl"] == "2 [2, 2]"

@@ -1,8 +1,8 @@
 """`esgrpo report DIR`: everything that was measured, on one page; what was not, named.
 
-load.py reads records and says what each one is, runs.py condenses a run directory, tables.py and figures.py turn
-records into tables and pictures, sections.py puts them in order, page.py writes HTML and Markdown, trace.py a Chrome
-trace. Only records are read (JSON, and JSON lines of run directories): nothing here measures.
+load.py reads records and says what each one is, runs.py condenses run directories, *tables.py and *figures.py turn
+records into tables and pictures, headline.py and sections.py put them in order, page.py writes HTML and Markdown,
+trace.py a Chrome trace. Only records are read (JSON, and JSON lines of run directories): nothing here measures.
 """
 
 from __future__ import annotations

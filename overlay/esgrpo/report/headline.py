@@ -3,24 +3,8 @@
 from __future__ import annotations
 
 from esgrpo.report.load import NOT_RECORDED, Record
-from esgrpo.report.tables import (
-    DASH,
-    OURS,
-    Table,
-    baseline_of,
-    best_rival,
-    by_work,
-    effective,
-    interval,
-    makespan,
-    number,
-    pairs,
-    percent,
-    ratios,
-    speedups,
-    spread,
-    titles,
-)
+from esgrpo.report.policy_tables import best_rival, by_work, effective, makespan, pairs, speedups, titles
+from esgrpo.report.tables import DASH, OURS, Table, baseline_of, interval, number, percent, ratios, spread
 
 HEAD = ["claim", "ours", "against", "ratio [range]", "runs", "verdict", "kind", "device", "record"]
 MEASURED, SIMULATED = "measured", "simulated"

@@ -68,9 +68,14 @@ def _kind(data: dict) -> str:
         return "scheduler cost"
     if has("overhead_ms", "control_ms"):
         return "start-up"
+    if has("scenarios", "penalty"):
+        return "estimator bias"
     arms = data.get("arms")
-    if isinstance(arms, dict) and arms and all("throughput_ratio_own" in arm for arm in arms.values()):
-        return "decode overhead"
+    if isinstance(arms, dict) and arms:
+        if all("throughput_ratio_own" in arm for arm in arms.values()):
+            return "decode overhead"
+        if all("gradient" in arm and "gain" in arm for arm in arms.values()):
+            return "prompt sampling"
     if has("command", "result"):
         return "check"
     return "unknown"
@@ -82,7 +87,8 @@ def _is_simulated(data: dict) -> bool:
 
 OVER_SEEDS = "median [lowest, highest] over seeds"
 SPREADS = {
-    "ablation": OVER_SEEDS, "simulation": OVER_SEEDS, "study": OVER_SEEDS,
+    "ablation": OVER_SEEDS, "simulation": OVER_SEEDS, "study": OVER_SEEDS, "prompt sampling": OVER_SEEDS,
+    "estimator bias": "z of every seed",
     "engine": "median [lowest, highest] over runs", "validation": "every run shown",
     "comparison": "one run an arm", "check": "none: passes or fails",
     "scheduler cost": "median [95 % bootstrap] over rounds", "decode overhead": "median [95 % bootstrap] over windows",
@@ -102,7 +108,7 @@ def _device(data: dict, notes: list[str]) -> str:
     if isinstance(device, dict):
         parts = [device.get("cpu") or device.get("name"), device.get("cores") and f"{device['cores']} cores"]
         device = ", ".join(str(part) for part in parts if part)
-    return str(device or (notes[1] if len(notes) > 1 else ""))
+    return str(device or (SIMULATED if data.get(SIMULATED) else notes[1] if len(notes) > 1 else ""))
 
 
 def _seeds(data: dict) -> tuple[str, ...]:

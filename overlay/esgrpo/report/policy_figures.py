@@ -8,9 +8,7 @@ from itertools import accumulate
 from esgrpo.report import plots
 from esgrpo.report.load import Record
 from esgrpo.report.plots import Figure
-from esgrpo.report.tables import (
-    OURS,
-    baseline_of,
+from esgrpo.report.policy_tables import (
     best_rival,
     by_work,
     causes,
@@ -20,6 +18,7 @@ from esgrpo.report.tables import (
     titles,
     validation_points,
 )
+from esgrpo.report.tables import OURS, baseline_of
 from esgrpo.report.trace import of_policy_run
 
 TOLERANCE = 0.1  # the simulator is asked to be within 10 % of the engine

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from esgrpo.report import headline, policy_figures, tables, training_figures
+from esgrpo.report import headline, policy_figures, policy_tables, tables, training_figures
 from esgrpo.report.load import NOT_RECORDED, SHAPE_ERRORS, Record, unknown
 from esgrpo.report.plots import Figure
-from esgrpo.report.tables import TABLES, Table
+from esgrpo.report.tables import Table
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,13 @@ class Content:
     sources: Table
 
 
+TABLES = {
+    "engine": policy_tables.policies, "simulation": policy_tables.policies, "tau": policy_tables.tau,
+    "ablation": tables.ablation, "comparison": tables.comparison, "run": tables.run,
+    "prompt sampling": tables.prompt_sampling, "estimator bias": tables.estimator_bias,
+    "scheduler cost": tables.scheduler_cost, "decode overhead": tables.decode_overhead, "start-up": tables.startup,
+    "check": tables.check,
+}
 FIGURES = {
     "engine": policy_figures.policies,
     "simulation": policy_figures.policies, "tau": policy_figures.tau, "validation": policy_figures.validation,
@@ -48,7 +55,7 @@ ORDER = (
      "warm-up."),
     ("Training", ("ablation", "comparison", "run"),
      "Whole runs of verl under the same command and the same wall-time budget; arms differ in switches."),
-    ("Simulation", ("simulation", "study", "validation"),
+    ("Simulation", ("simulation", "study", "validation", "prompt sampling", "estimator bias"),
      "A virtual clock drives the overlay's own decision code. These numbers are simulated: what to expect, not what "
      "was seen."),
     ("What the overlay itself costs", ("scheduler cost", "decode overhead", "start-up"),
@@ -111,12 +118,12 @@ def caveats(record: Record) -> list[str]:
         if not training_figures.curves_of(record):
             found.append("The record holds no curves: reward, bubble and lengths over time cannot be drawn.")
     if record.kind in ("engine", "simulation"):
-        wrong = [one for one in record.data["runs"] if tables.balance_error(one)]
+        wrong = [one for one in record.data["runs"] if policy_tables.balance_error(one)]
         if wrong:
             found.append(f"{len(wrong)} runs do not reconcile (decoded != trained + waste): do not quote this record.")
         if len(record.seeds) < FEW_SEEDS:
             found.append(f"Fewer than {FEW_SEEDS} seeds of the workload: repeats tell the noise of the machine only.")
-        found.append("Settings: " + tables.settings(record))
+        found.append("Settings: " + policy_tables.settings(record))
     machine = record.data.get("machine")
     load = machine["load"][0] if isinstance(machine, dict) else record.data.get("load_average_before")
     if load is not None and load > BUSY:
