@@ -43,20 +43,28 @@ def switches(*keys: str) -> list[str]:
     return [f"{SEGMENT}.{key if '=' in key else key + '=True'}" for key in keys]
 
 
-ON = ("enable", f"segment_length={SEGMENT_LENGTH}")
 HISTORY = "history.enable"
 LOOPS = ("prune.repetition.enable", "prune.repetition.min_count=6", "prune.repetition.keep_row")
-ARMS = {
-    "off": switches("observe"),
-    "static": switches("profile=static", f"segment_length={SEGMENT_LENGTH}"),
-    "A routing": switches(*ON, HISTORY, "routing.enable"),
-    "B soft": switches(*ON),
-    "C pruning": switches(*ON, HISTORY, *LOOPS, "prune.hopeless", "prune.resolved.enable", "prune.audit.enable"),
-    "C sampler": switches(*ON, HISTORY, "sampler.enable"),
-    "D elastic": switches(*ON, HISTORY, "elastic.enable"),
-    "keep": switches(*ON, "sync.requests=keep"),
-    "all": switches("profile=elastic", f"segment_length={SEGMENT_LENGTH}", "prune.repetition.min_count=6"),
-}
+
+
+def arms(segment_length: int) -> dict[str, list[str]]:
+    """Arm -> overrides; `segment_length` is in tokens."""
+    length = f"segment_length={segment_length}"
+    on = ("enable", length)
+    return {
+        "off": switches("observe"),
+        "static": switches("profile=static", length),
+        "A routing": switches(*on, HISTORY, "routing.enable"),
+        "B soft": switches(*on),
+        "C pruning": switches(*on, HISTORY, *LOOPS, "prune.hopeless", "prune.resolved.enable", "prune.audit.enable"),
+        "C sampler": switches(*on, HISTORY, "sampler.enable"),
+        "D elastic": switches(*on, HISTORY, "elastic.enable"),
+        "keep": switches(*on, "sync.requests=keep"),
+        "all": switches("profile=elastic", length, "prune.repetition.min_count=6"),
+    }
+
+
+ARMS = arms(SEGMENT_LENGTH)
 WASTES = ("pruned", "zero_variance", "stale", "reprefill")
 BASELINE = "off"
 
@@ -77,6 +85,7 @@ def measures(run_dir: Path, result: compare.Result) -> dict[str, float | None]:
         "decoded tokens/s": result.decoded / result.seconds,
         "effective tokens/s": result.balance["trained"] / result.seconds,
         "time to target, s": result.time_to_target,
+        "samples to target": result.samples_to_target,
         "held-out reward, last": result.evaluations[-1][1] if result.evaluations else None,
         **{f"waste {cause}": result.balance[cause] / spent for cause in WASTES},
         "false-prune rate": last("esgrpo/prune/false_rate"),
@@ -128,9 +137,14 @@ def run_arm(name: str, seed: int, options, say=say) -> tuple[dict[str, float | N
     run_dir = options.out / f"{options.task}-{seed}-{name.replace(' ', '-')}"
     data = data_of(seed, options)
     overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common_overrides(data, seed)] + ARMS[name]
+    return run_one(f"{name} seed {seed}", overrides, run_dir, options.budget, say)
+
+
+def run_one(label: str, overrides: list[str], run_dir: Path, budget: float, say=say) -> tuple[dict, dict]:
+    """Measures and curves of a run of fully-async training, which is made unless it was made before."""
     if not is_done(run_dir / "arm.json", overrides):
         shutil.rmtree(run_dir, ignore_errors=True)
-        arm.run(f"{name} seed {seed}", overrides, run_dir, ROOT / "overlay", budget_s=options.budget, say=say)
+        arm.run(label, overrides, run_dir, ROOT / "overlay", budget_s=budget, say=say)
     result = compare.load(run_dir)
     return measures(run_dir, result), result.curves
 
@@ -211,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     return report(found, curves, failed, options)
 
 
-def report(found, curves, failed: list[str], options) -> int:
+def report(found, curves, failed: list[str], options, arms: dict[str, list[str]] = ARMS) -> int:
     rows = table({name: seeds for name, seeds in found.items() if seeds})
     notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
@@ -221,10 +235,11 @@ def report(found, curves, failed: list[str], options) -> int:
     print_table(rows)
     if options.results:
         options.results.parent.mkdir(parents=True, exist_ok=True)
-        command = "python -m bench.ablation " + " ".join(sys.argv[1:])
+        module = getattr(sys.modules["__main__"].__spec__, "name", "bench.ablation")
+        command = " ".join(["python -m", module, *sys.argv[1:]])
         options.results.write_text(json.dumps({
             "command": command, "commit": commit(), "seeds": list(map(int, options.seeds.split(","))),
-            "device": device(options), "notes": notes, "arms": ARMS, "failed": failed, "measures": found,
+            "device": device(options), "notes": notes, "arms": arms, "failed": failed, "measures": found,
             "table": rows, "curves": curves}, indent=1) + "\n")
     return 1 if failed else 0
 

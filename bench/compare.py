@@ -23,6 +23,7 @@ class Result:
     evaluations: list[tuple[float, float]]  # (seconds since ready, held-out reward)
     target: float
     time_to_target: float | None
+    samples_to_target: int | None  # responses that had ended by then
     steps: int
     responses: int
     bubble: dict[str, float]
@@ -73,6 +74,7 @@ def load(run_dir: Path, devices: int = 2) -> Result:
     evaluations = [e for e in _evaluations(metrics, ready) if e[0] <= end - ready]
     start = evaluations[0][1] if evaluations else 0.0
     target = start + TARGET_GAIN
+    reached = time_to_target(evaluations[1:], target)
     states: dict[str, int] = {}
     for report in json.loads((run_dir / "esgrpo" / "hooks.json").read_text()):
         for hook in report["hooks"]:
@@ -82,7 +84,8 @@ def load(run_dir: Path, devices: int = 2) -> Result:
                  if "training/global_step" in m["data"] and m["time"] <= end], default=0)
     return Result(
         name=arm["name"], seconds=end - ready, evaluations=evaluations, target=target,
-        time_to_target=time_to_target(evaluations[1:], target), steps=steps, responses=len(responses),
+        time_to_target=reached, samples_to_target=None if reached is None else sum(
+            r["time"] <= ready + reached for r in responses), steps=steps, responses=len(responses),
         bubble=_windows(windows), balance=balance, decoded=sum(r["tokens"] for r in responses),
         effective_per_s=balance["trained"] / ((end - ready) * devices),
         tail_ratio=tail_ratio(times),

@@ -44,13 +44,15 @@ def say(text: str) -> None:
     print(f"esgrpo: {text}", flush=True)
 
 
-def common_overrides(data: Path, seed: int) -> list[str]:
+def common_overrides(data: Path, seed: int, *, model: Path = TESTBED / "model", test_every: int = 5,
+                     **sizes) -> list[str]:
+    """Of every arm; `sizes` are those of stack.fully_async."""
     return [
-        *stack.fully_async(str(TESTBED / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
-                               str(TESTBED / "reward.py"), "RUN_DIR"),
+        *stack.fully_async(str(model), str(data / "train.parquet"), str(data / "val.parquet"),
+                           str(TESTBED / "reward.py"), "RUN_DIR", **sizes),
         f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
-        "trainer.val_before_train=True", "trainer.test_freq=5", 'trainer.logger=["console","file"]',
+        "trainer.val_before_train=True", f"trainer.test_freq={test_every}", 'trainer.logger=["console","file"]',
     ]
 
 

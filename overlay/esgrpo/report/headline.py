@@ -7,6 +7,8 @@ from esgrpo.report.policy_tables import best_rival, by_work, effective, makespan
 from esgrpo.report.tables import DASH, OURS, Table, baseline_of, interval, number, percent, ratios, spread
 
 HEAD = ["claim", "ours", "against", "ratio [range]", "runs", "verdict", "kind", "device", "record"]
+HEADLINES = {"effective tokens/s": False, "time to target, s": True, "samples to target": True,
+             "held-out reward, last": False}  # measure of training: is less better?
 MEASURED, SIMULATED = "measured", "simulated"
 ENOUGH = 3  # pairs below which nothing is claimed
 
@@ -51,12 +53,12 @@ def _training(record: Record) -> list[list[str]]:
     if not base or not ours:
         return []
     rows = []
-    for key in ("effective tokens/s", "time to target, s", "held-out reward, last"):
+    for key, less in HEADLINES.items():
         found = ratios(measures, ours, key)
         values = [spread([n.get(key) for n in measures[arm].values()]) for arm in (ours, base)]
         if any(key in n for seeds in measures.values() for n in seeds.values()):
             rows.append([f"training: {key}", f"{ours}: {values[0]}", f"{base}: {values[1]}", spread(found),
-                         str(len(found)), verdict(found, key.startswith("time")), *_where(record)])
+                         str(len(found)), verdict(found, less), *_where(record)])
     return rows
 
 

@@ -10,7 +10,8 @@ from esgrpo.report.load import Record
 
 BASELINES = ("verl", "off", "plain")
 OURS = "es-grpo"  # policies of the engine benchmark and the simulator that begin so are ours
-MAIN_MEASURES = ("effective tokens/s", "step time, s", "bubble rate", "time to target, s", "held-out reward, last",
+MAIN_MEASURES = ("effective tokens/s", "step time, s", "bubble rate", "time to target, s",
+                 "samples to target", "held-out reward, last",
                  "tail ratio")
 DASH = "–"
 THOUSAND, TINY = 1000, 1e-9

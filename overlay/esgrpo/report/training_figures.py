@@ -13,7 +13,7 @@ from esgrpo.report.tables import baseline_of, ratios
 
 PANELS = 3  # in a row
 BAND = 0.15  # opacity of the range over seeds
-RATIO_KEYS = ("effective tokens/s", "decoded tokens/s", "time to target, s")
+RATIO_KEYS = ("effective tokens/s", "time to target, s", "samples to target")
 
 
 def curves_of(record: Record) -> dict[str, list[dict]]:
@@ -50,8 +50,8 @@ def _ratios(record: Record) -> Figure | None:
             axis.set_title(key)
         return Figure("Ablation: each arm against the baseline of its seed",
                       f"A dot is one seed, the bar its median. Ratios are taken within a seed against {base!r}; arms "
-                      "of one seed ran one after another. For tokens/s right of the dashed line is better, for time to "
-                      "target left of it.", done())
+                      "of one seed ran one after another. For tokens/s right of the dashed line is better, for time "
+                      "and samples to target left of it.", done())
 
 
 def _held(series: list[list[list[float]]]) -> tuple[list[float], list[list[float]]]:
