@@ -158,6 +158,27 @@ def test_simulated_numbers_are_labelled_wherever_they_stand(tmp_path):
     assert 'sim.json<span class="badge simulated">' in page
 
 
+def test_study_ranks_modules_and_says_where_there_is_no_gain(tmp_path):
+    def arm(mean, policy="es-grpo", **setting):
+        gain = {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
+        return {"policy": policy, "setting": setting, "updates": gain, "used": gain, "bubble": {"bubble_rate": 0.5},
+                "p99_s": 9.0}
+
+    module = {"name": "routing", "without": arm(1.2), "alone": arm(1.1), "brings": 0.1, "rank": "High"}
+    (tmp_path / "study.json").write_text(json.dumps({
+        "simulated": True, "device": "simulated: H100", "command": "python -m bench.sim.study", "commit": "abc",
+        "seeds": [1, 2, 3], "base": {}, "ranks": {"High": 0.1, "of": "updates/s"},
+        "modules": {"async": {"whole": arm(1.3), "none": arm(1.0), "A": module, "changes": [arm(1.3)]}},
+        "sweeps": {"cap": [arm(1.4, cap=4096), arm(0.9, cap=16384)]},
+        "where_it_does_not_help": [{"setting": {"cap": 16384}, "updates": arm(0.9)["updates"]}]}))
+    record, = load.records(tmp_path)
+    assert record.kind == "study" and record.simulated
+    page, text = pages(tmp_path)
+    assert "| async | A routing | High | +0.100 | 1.3 [1.2, 1.4] | 1.2 [1.1, 1.3] | 1.1 [1, 1.2] |" in text
+    assert "| cap 16384 | 0.9 [0.8, 1] |" in text and "rank High | simulated" in text
+    assert "What each module brings" in page and "Scaling" in page and "Scaling" not in text.partition("## Not run")[2]
+
+
 def test_runs_left_out_are_said(tmp_path):
     engine_record(tmp_path, [RUN, {"kind": "left_out", "runs": [[1, "async", "seer"]], "why": "out of time"},
                              {"kind": "summary", "against_verl": {}}])

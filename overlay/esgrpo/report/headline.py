@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from esgrpo.report.load import NOT_RECORDED, Record
 from esgrpo.report.policy_tables import best_rival, by_work, effective, makespan, pairs, speedups, titles
+from esgrpo.report.study import modules_of, ratio
 from esgrpo.report.tables import DASH, OURS, Table, baseline_of, interval, number, percent, ratios, spread
 
 HEAD = ["claim", "ours", "against", "ratio [range]", "runs", "verdict", "kind", "device", "record"]
@@ -77,7 +78,19 @@ def _startup(record: Record) -> list[list[str]]:
              f"{record.data['baseline_ms']:.3g} ms plain", DASH, str(record.data["pairs"]), "a cost", *_where(record)]]
 
 
+def _study(record: Record) -> list[list[str]]:
+    rows = []
+    for place, modules in list(modules_of(record).items())[:1]:  # the first is the base case
+        for module, row in modules.items():
+            whole = record.data["modules"][place]["whole"]["updates"]
+            rows.append([f"module {module} {row['name']}, {place}: updates/s against verl", f"all: {ratio(whole)}",
+                         f"without it: {ratio(row['without']['updates'])}", f"{row['brings']:+.3f}",
+                         str(len(record.seeds)), f"rank {row['rank']}", *_where(record)])
+    return rows
+
+
 CLAIMS = {"engine": _policies, "ablation": _training, "scheduler cost": _scheduler, "start-up": _startup,
+          "study": _study,
           "simulation": _policies}
 
 

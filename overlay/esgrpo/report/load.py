@@ -58,7 +58,7 @@ def _kind(data: dict) -> str:
         return "ablation"
     if "predicted_s" in first or has("validation"):
         return "validation"
-    if has("study"):
+    if has("ranks", "base"):
         return "study"
     if "policy" in first:
         return "simulation" if _is_simulated(data) else "engine"
@@ -87,7 +87,8 @@ def _is_simulated(data: dict) -> bool:
 
 OVER_SEEDS = "median [lowest, highest] over seeds"
 SPREADS = {
-    "ablation": OVER_SEEDS, "simulation": OVER_SEEDS, "study": OVER_SEEDS, "prompt sampling": OVER_SEEDS,
+    "ablation": OVER_SEEDS, "simulation": OVER_SEEDS, "prompt sampling": OVER_SEEDS,
+    "study": "mean [lowest, highest] over seeds",
     "estimator bias": "z of every seed",
     "engine": "median [lowest, highest] over runs", "validation": "every run shown",
     "comparison": "one run an arm", "check": "none: passes or fails",

@@ -76,7 +76,7 @@ def save_png(draw, path, dpi: int = 130) -> None:
 
 def colours(names: list[str]) -> dict[str, str]:
     """Grey for the baseline, warm for ours, blue for the rest."""
-    ours = [name for name in names if name.startswith(OURS) or name in ("all", "overlay")]
+    ours = sorted(name for name in names if name.startswith(OURS) or name in ("all", "overlay"))
     return {name: GREY if name in BASELINES else
             OUR_COLOURS[ours.index(name) % len(OUR_COLOURS)] if name in ours else OTHER for name in names}
 
@@ -119,5 +119,4 @@ def outer_labels(figure, x: str, y: str) -> None:
 
 def stamp(axis, simulated: bool) -> None:
     if simulated:
-        axis.text(0.99, 0.02, STAMP, transform=axis.transAxes, ha="right", va="bottom", color="#b3261e", fontsize=7,
-                  fontweight="bold")
+        axis.figure.text(0.995, 0.005, STAMP, ha="right", va="bottom", color="#b3261e", fontsize=7, fontweight="bold")

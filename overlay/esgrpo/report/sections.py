@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from esgrpo.report import headline, policy_figures, policy_tables, tables, training_figures
+from esgrpo.report import headline, policy_figures, policy_tables, study, tables, training_figures
 from esgrpo.report.load import NOT_RECORDED, SHAPE_ERRORS, Record, unknown
 from esgrpo.report.plots import Figure
 from esgrpo.report.tables import Table
@@ -38,6 +38,7 @@ class Content:
 
 TABLES = {
     "engine": policy_tables.policies, "simulation": policy_tables.policies, "tau": policy_tables.tau,
+    "study": study.study,
     "ablation": tables.ablation, "comparison": tables.comparison, "run": tables.run,
     "prompt sampling": tables.prompt_sampling, "estimator bias": tables.estimator_bias,
     "scheduler cost": tables.scheduler_cost, "decode overhead": tables.decode_overhead, "start-up": tables.startup,
@@ -45,7 +46,8 @@ TABLES = {
 }
 FIGURES = {
     "engine": policy_figures.policies,
-    "simulation": policy_figures.policies, "tau": policy_figures.tau, "validation": policy_figures.validation,
+    "simulation": policy_figures.policies, "tau": policy_figures.tau, "study": study.figures,
+    "validation": policy_figures.validation,
     "ablation": training_figures.training, "comparison": training_figures.training, "run": training_figures.training,
 }
 # title, kinds, lead
@@ -55,7 +57,7 @@ ORDER = (
      "warm-up."),
     ("Training", ("ablation", "comparison", "run"),
      "Whole runs of verl under the same command and the same wall-time budget; arms differ in switches."),
-    ("Simulation", ("simulation", "study", "validation", "prompt sampling", "estimator bias"),
+    ("Simulation", ("validation", "study", "simulation", "prompt sampling", "estimator bias"),
      "A virtual clock drives the overlay's own decision code. These numbers are simulated: what to expect, not what "
      "was seen."),
     ("What the overlay itself costs", ("scheduler cost", "decode overhead", "start-up"),
