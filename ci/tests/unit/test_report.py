@@ -158,6 +158,15 @@ def test_simulated_numbers_are_labelled_wherever_they_stand(tmp_path):
     assert 'sim.json<span class="badge simulated">' in page
 
 
+def test_predicted_stands_beside_measured(tmp_path):
+    runs = [{"workload": "math", "policy": "verl", "cap": 64, "scenario": "sync", "measured_s": 10.0,
+             "predicted_s": predicted} for predicted in (10.5, 12.0)]
+    (tmp_path / "validation.json").write_text(json.dumps({"simulated": True, "tau": {}, "runs": runs}))
+    page, text = pages(tmp_path)
+    assert "| math, cap 64, scenario sync | verl | 0 | 10 | 10.5 | +5.0% |" in text and "+20.0%" in text
+    assert "1 of 2 lie within the grey band of 10%" in text and "Figure 1. Predicted (simulated)" in page
+
+
 def test_study_ranks_modules_and_says_where_there_is_no_gain(tmp_path):
     def arm(mean, policy="es-grpo", **setting):
         gain = {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}

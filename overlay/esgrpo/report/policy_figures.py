@@ -115,17 +115,17 @@ def validation(record: Record) -> list[Figure]:
         return []
     with plots.drawing(height=3.6) as (axes, done):
         axis = axes[0]
-        workloads = list(dict.fromkeys(workload for workload, *_ in points))
-        top = max(max(predicted, measured) for *_, predicted, measured in points) * 1.08
+        workloads = list(dict.fromkeys(workload for workload, _, _ in points))
+        top = max(max(predicted, measured) for _, predicted, measured in points) * 1.08
         axis.fill_between([0, top], [0, top * (1 - TOLERANCE)], [0, top * (1 + TOLERANCE)], color="#e4e6ea", lw=0)
         axis.plot([0, top], [0, top], color="#4b4f58", lw=0.8)
         for workload, colour in zip(workloads, plots.ARM_COLOURS[1:] * 3, strict=False):
-            mine = [(m, p) for w, _, p, m in points if w == workload]
+            mine = [(m, p) for w, p, m in points if w == workload]
             axis.plot(*zip(*mine, strict=True), "o", ms=4, alpha=0.75, mew=0, color=colour, label=workload)
         axis.set(xlim=(0, top), ylim=(0, top), xlabel="measured makespan, s", ylabel="predicted makespan, s")
         axis.set_aspect("equal")
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        within = sum(abs(p / m - 1) <= TOLERANCE for *_, p, m in points)
+        within = sum(abs(p / m - 1) <= TOLERANCE for _, p, m in points)
         return [Figure("Predicted (simulated) against measured makespan",
                        f"A point is one policy on one workload; {within} of {len(points)} lie within the grey band of "
                        f"{TOLERANCE:.0%}.", done())]

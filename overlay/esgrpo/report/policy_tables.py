@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 from esgrpo.report.load import Record
 from esgrpo.report.tables import BASELINES, DASH, OURS, Table, baseline_of, number, spread
@@ -70,9 +71,9 @@ def effective(one: dict) -> float:
 
 
 def pairs(ours: list[dict], theirs: list[dict], measure) -> list[float]:
-    """Ours over theirs, each pair with the same seed and repeat."""
+    """Ours over theirs, each pair of one command (its start is `time`), with the same seed and repeat."""
     def key(one):
-        return one.get("seed"), one.get("repeat")
+        return one.get("time"), one.get("seed"), one.get("repeat")
 
     other = {key(one): one for one in theirs}
     return [measure(one) / measure(other[key(one)]) for one in ours if key(one) in other and measure(other[key(one)])]
@@ -150,6 +151,20 @@ def tau(record: Record) -> list[Table]:
     return tables + ([Table("Points left out", [["batch", "context", "replicas", "why"], *left])] if left else [])
 
 
-def validation_points(data: dict) -> list[tuple[str, str, float, float]]:
-    """(workload, policy, predicted seconds, measured seconds)."""
-    return [(str(one["workload"]), one["policy"], one["predicted_s"], one["measured_s"]) for one in data["runs"]]
+def validation(record: Record) -> list[Table]:
+    """Every engine run beside its prediction."""
+    rows = [[_workload(one), one["policy"], str(one.get("repeat", 0)), number(one["measured_s"]),
+             number(one["predicted_s"]), f"{one['predicted_s'] / one['measured_s'] - 1:+.1%}"]
+            for one in record.data["runs"]]
+    return [Table("Makespan of engine runs, measured and predicted",
+                  [["workload", "policy", "repeat", "measured, s", "predicted (simulated), s", "error"], *rows])]
+
+
+def _workload(one: dict) -> str:
+    name = Path(str(one["workload"])).name  # a recorded trace is a file
+    return ", ".join([name, *(f"{key} {one[key]}" for key in ("cap", "groups", "seed", "scenario") if key in one)])
+
+
+def validation_points(data: dict) -> list[tuple[str, float, float]]:
+    """(workload, predicted seconds, measured seconds)."""
+    return [(_workload(one), one["predicted_s"], one["measured_s"]) for one in data["runs"]]

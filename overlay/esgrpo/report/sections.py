@@ -38,7 +38,7 @@ class Content:
 
 TABLES = {
     "engine": policy_tables.policies, "simulation": policy_tables.policies, "tau": policy_tables.tau,
-    "study": study.study,
+    "study": study.study, "validation": policy_tables.validation,
     "ablation": tables.ablation, "comparison": tables.comparison, "run": tables.run,
     "prompt sampling": tables.prompt_sampling, "estimator bias": tables.estimator_bias,
     "scheduler cost": tables.scheduler_cost, "decode overhead": tables.decode_overhead, "start-up": tables.startup,
