@@ -45,6 +45,10 @@ def policies(record: Record) -> list[Figure]:
     return figures
 
 
+def has_trace(record: Record) -> bool:
+    return any((record.folder / one["trace"]).is_file() for one in record.data["runs"] if one.get("trace"))
+
+
 def _running(record: Record) -> list[Figure]:
     """Requests in the engines over time, one run a policy; nothing for a record without traces."""
     figures = []

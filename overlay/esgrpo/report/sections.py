@@ -67,6 +67,8 @@ ORDER = (
 # What a complete evaluation holds: name, is it there?, how to make it.
 EXPECTED = (
     ("Makespan by policy on a real engine", lambda rs: _any(rs, "engine"), "python -m bench.engine --results FILE"),
+    ("Requests in the engines over time", lambda rs: any(policy_figures.has_trace(r) for r in rs if r.kind == "engine"),
+     "python -m bench.engine --results FILE (keep FILE's folder .traces beside it)"),
     ("tau(b), time of a decode step", lambda rs: _any(rs, "tau"), "python -m bench.engine.tau --out FILE"),
     ("Ablation of the modules in training", lambda rs: any(r.kind == "ablation" and len(_arms(r)) > 3 for r in rs),
      "python -m bench.ablation --results FILE"),

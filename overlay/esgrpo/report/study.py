@@ -110,7 +110,7 @@ def _scaling(record: Record) -> Figure | None:
         handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(),
                                                                            strict=True)}
         figure.legend(handles.values(), handles.keys(), ncols=4, loc="outside upper left")
-        plots.outer_labels(figure, "", "updates/s, ratio to verl")
+        plots.outer_labels(figure, "setting of the panel", "updates/s, ratio to verl")
         plots.stamp(axes[0], True)
         return Figure("Scaling: how the gain moves with load, size and memory",
                       "Simulated. Mean over seeds with the lowest and highest; below the dashed line verl is faster.",

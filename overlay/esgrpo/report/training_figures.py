@@ -49,9 +49,8 @@ def _ratios(record: Record) -> Figure | None:
             plots.dots(axis, names, {arm: ratios(measures, arm, key) for arm in names}, f"ratio to {base}", 1.0)
             axis.set_title(key)
         return Figure("Ablation: each arm against the baseline of its seed",
-                      f"A dot is one seed, the bar its median. Ratios are taken within a seed against {base!r}; arms "
-                      "of one seed ran one after another. For tokens/s right of the dashed line is better, for time "
-                      "and samples to target left of it.", done())
+                      f"A dot is one seed, the bar the median. Ratios are taken within a seed against {base!r}. For "
+                      "tokens/s right of the dashed line is better, for time and samples to target left of it.", done())
 
 
 def _held(series: list[list[list[float]]]) -> tuple[list[float], list[list[float]]]:
