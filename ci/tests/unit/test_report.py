@@ -107,6 +107,13 @@ def test_a_record_of_an_unknown_shape_is_named_not_skipped(tmp_path, content, sa
         assert said in out
 
 
+def test_an_unknown_part_of_a_known_file_is_named(tmp_path):
+    parts = {"first": {"measures": {"off": {"1": MEASURES}}}, "second": {"what": "nobody knows"}}
+    (tmp_path / "parts.json").write_text(json.dumps(parts))
+    _, text = pages(tmp_path)
+    assert "### parts.json#first" in text and "- parts.json#second: " in text
+
+
 def test_what_was_not_run_is_listed(tmp_path):
     ablation_record(tmp_path)
     _, text = pages(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -89,6 +90,18 @@ def test_page_of_a_run_directory(run_dir):
     text = (run_dir / "report.md").read_text()
     assert "Totals by run" in text and "Bubble over time" in text and "Reward over wall time" in text
     assert "Not in the record: command, commit, seed, device." in text
+
+
+def test_a_run_that_left_half_a_line_is_named(run_dir, tmp_path_factory):
+    pytest.importorskip("matplotlib")
+    both = tmp_path_factory.mktemp("runs")
+    shutil.copytree(run_dir, both / "whole")
+    shutil.copytree(run_dir, both / "killed")
+    with open(both / "killed" / "esgrpo" / "trained-1.jsonl", "a") as file:
+        file.write('{"time": 12')
+    assert cli.main(["report", str(both)]) == 0
+    text = (both / "report.md").read_text()
+    assert "|   | whole |" in text and "- killed: taken for 'run', but JSONDecodeError" in text
 
 
 def test_trace_of_a_run_directory(run_dir):

@@ -14,6 +14,7 @@ SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # 
 NOT_RECORDED = "not recorded"
 NO_RESULTS = ("arm.json", "metrics.jsonl", "metrics-timed.jsonl")  # of a run directory, which is read as a whole
 SIMULATED = "simulated"
+RUN_NOTE = "Read from the records of the runs, first response to last; times are those of their machines."
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _kind(data: dict) -> str:
         return "comparison"
     if has("measures") and isinstance(data["measures"], dict):
         return "ablation"
-    if "predicted_s" in first or has("validation"):
+    if "predicted_s" in first:
         return "validation"
     if has("ranks", "base"):
         return "study"
@@ -88,8 +89,7 @@ def _is_simulated(data: dict) -> bool:
 OVER_SEEDS = "median [lowest, highest] over seeds"
 SPREADS = {
     "ablation": OVER_SEEDS, "simulation": OVER_SEEDS, "prompt sampling": OVER_SEEDS,
-    "study": "mean [lowest, highest] over seeds",
-    "estimator bias": "z of every seed",
+    "study": "mean [lowest, highest] over seeds", "estimator bias": "z of every seed",
     "engine": "median [lowest, highest] over runs", "validation": "every run shown",
     "comparison": "one run an arm", "check": "none: passes or fails",
     "scheduler cost": "median [95 % bootstrap] over rounds", "decode overhead": "median [95 % bootstrap] over windows",
@@ -130,8 +130,8 @@ def of(name: str, data: dict, outer: dict | None = None) -> list[Record]:
     kind = _kind(data)
     if kind == "unknown" and outer is None:
         parts = [record for key, part in data.items() if isinstance(part, dict)
-                 for record in of(f"{name}#{key}", part, data) if record.kind != "unknown"]
-        if parts:
+                 for record in of(f"{name}#{key}", part, data)]
+        if any(part.kind != "unknown" for part in parts):
             return parts
     notes = [str(note) for note in data.get("notes", [])]
     general = str((outer or {}).get("what") or data.get("what") or "")
@@ -204,15 +204,21 @@ def records(root: Path) -> list[Record]:
             except SHAPE_ERRORS as error:
                 found.append(unknown(Record(name, "unknown", data), error))
     covered = {arm for record in found if record.kind == "comparison" for arm in record.data.get("curves", {})}
-    run_dirs = [path for path in runs.directories(root) if path.name not in covered]
-    return found + ([_runs(run_dirs)] if run_dirs else [])
+    return found + _runs([path for path in runs.directories(root) if path.name not in covered])
 
 
-def _runs(run_dirs: list[Path]) -> Record:
-    """Run directories side by side, named as their directories are."""
-    found = {path.resolve().name: runs.condense(path) for path in run_dirs}
-    return Record("run directories", "run", {"runs": found}, command="; ".join(f"{name}: {one['command']}" for name, one
-                                                                               in found.items() if one["command"]),
-                  seeds=tuple(sorted({seed for one in found.values() for seed in one["seeds"]})), spread="one run each",
-                  notes=("Read from the records of the runs, from the first response to the last; times are those of "
-                         "their machines.",))
+def _runs(run_dirs: list[Path]) -> list[Record]:
+    """Run directories side by side as one record, named as they are; one that cannot be read as one of its own."""
+    found, broken = {}, []
+    for path in run_dirs:
+        name = path.resolve().name
+        try:
+            found[name] = runs.condense(path)
+        except SHAPE_ERRORS as error:  # a killed run may leave half a line
+            broken.append(unknown(Record(name, "run", {}), error))
+    if not found:
+        return broken
+    commands = [f"{name}: {one['command']}" for name, one in found.items() if one["command"]]
+    seeds = {seed for one in found.values() for seed in one["seeds"]}
+    return [Record("run directories", "run", {"runs": found}, command="; ".join(commands), spread="one run each",
+                   seeds=tuple(sorted(seeds)), notes=(RUN_NOTE,)), *broken]

@@ -45,9 +45,8 @@ TABLES = {
     "check": tables.check,
 }
 FIGURES = {
-    "engine": policy_figures.policies,
-    "simulation": policy_figures.policies, "tau": policy_figures.tau, "study": study.figures,
-    "validation": policy_figures.validation,
+    "engine": policy_figures.policies, "simulation": policy_figures.policies, "tau": policy_figures.tau,
+    "study": study.figures, "validation": policy_figures.validation,
     "ablation": training_figures.training, "comparison": training_figures.training, "run": training_figures.training,
 }
 # title, kinds, lead
@@ -126,7 +125,8 @@ def caveats(record: Record) -> list[str]:
         if wrong:
             found.append(f"{len(wrong)} runs do not reconcile (decoded != trained + waste): do not quote this record.")
         if len(record.seeds) < FEW_SEEDS:
-            found.append(f"Fewer than {FEW_SEEDS} seeds of the workload: repeats tell the noise of the machine only.")
+            found.append(f"Fewer than {FEW_SEEDS} seeds of the workload"
+                         + (": repeats tell the noise of the machine only." if record.kind == "engine" else "."))
         found.append("Settings: " + policy_tables.settings(record))
     machine = record.data.get("machine")
     load = machine["load"][0] if isinstance(machine, dict) else record.data.get("load_average_before")
