@@ -30,7 +30,7 @@ from bench import arm, compare, stack
 from bench.quickstart import ROOT, VALIDATION_PROMPTS, common_overrides, cpu_model, print_table, say
 from bench.startup import commit
 from bench.testbed import make_data
-from esgrpo.report.tables import spread
+from esgrpo.report.tables import baseline_of, ratios, spread
 
 SEGMENT = "+actor_rollout_ref.rollout.segment"
 SEGMENT_LENGTH = 64  # tokens; responses of the testbed end between 20 and 512
@@ -70,7 +70,6 @@ def arms(segment_length: int) -> dict[str, list[str]]:
 
 ARMS = arms(SEGMENT_LENGTH)
 WASTES = ("pruned", "zero_variance", "stale", "reprefill")
-BASELINE = "off"
 
 
 def measures(run_dir: Path, result: compare.Result) -> dict[str, float | None]:
@@ -105,13 +104,9 @@ def table(found: dict[str, dict[int, dict]]) -> list[list[str]]:
     keys = list(dict.fromkeys(k for arms in found.values() for m in arms.values() for k in m))
     rows = [["", *names]]
     rows += [[key, *[spread([m.get(key) for m in found[name].values()]) for name in names]] for key in keys]
-    for key in ("effective tokens/s", "decoded tokens/s"):
-        ratios = []
-        for name in names:
-            pairs = [(m[key], found[BASELINE][seed][key]) for seed, m in found[name].items()
-                     if seed in found.get(BASELINE, {})]
-            ratios.append(spread([ours / theirs for ours, theirs in pairs if theirs]))
-        rows.append([f"{key}, ratio to {BASELINE}", *ratios])
+    base = baseline_of(names)
+    for key in ("effective tokens/s", "decoded tokens/s") if base else ():
+        rows.append([f"{key}, ratio to {base}", *[spread(ratios(found, name, key)) for name in names]])
     return rows
 
 

@@ -66,6 +66,11 @@ def test_verdict(ratios, less, said):
     assert headline.verdict(ratios, less) == said
 
 
+def test_a_target_that_an_arm_never_reaches_decides_nothing():
+    assert headline.verdict([2.0, 2.0, 2.0], of=4) == "none: no ratio in 1 of 4 pairs"
+    assert headline.verdict([2.0, 2.0, 2.0], of=3) == "better"
+
+
 def test_page_asks_the_network_for_nothing_and_is_the_same_twice(tmp_path, capsys):
     ablation_record(tmp_path)
     page, text = pages(tmp_path)

@@ -14,8 +14,10 @@ MEASURED, SIMULATED = "measured", "simulated"
 ENOUGH = 3  # pairs below which nothing is claimed
 
 
-def verdict(found: list[float], less_is_better: bool = False) -> str:
-    """What ratios of ours to theirs allow to say; a range that holds 1 decides nothing."""
+def verdict(found: list[float], less_is_better: bool = False, of: int = 0) -> str:
+    """What ratios of ours to theirs allow to say, of `of` pairs; a range that holds 1 decides nothing."""
+    if len(found) < of:
+        return f"none: no ratio in {of - len(found)} of {of} pairs"  # as when an arm never reaches the target
     if len(found) < ENOUGH:
         return f"none: fewer than {ENOUGH} pairs"
     low, high = min(found), max(found)
@@ -58,8 +60,9 @@ def _training(record: Record) -> list[list[str]]:
         found = ratios(measures, ours, key)
         values = [spread([n.get(key) for n in measures[arm].values()]) for arm in (ours, base)]
         if any(key in n for seeds in measures.values() for n in seeds.values()):
+            said = verdict(found, less, len(measures[ours].keys() & measures[base].keys()))
             rows.append([f"training: {key}", f"{ours}: {values[0]}", f"{base}: {values[1]}", spread(found),
-                         str(len(found)), verdict(found, less), *_where(record)])
+                         str(len(found)), said, *_where(record)])
     return rows
 
 
