@@ -190,12 +190,13 @@ def test_study_ranks_modules_and_says_where_there_is_no_gain(tmp_path):
         "simulated": True, "device": "simulated: H100", "command": "python -m bench.sim.study", "commit": "abc",
         "seeds": [1, 2, 3], "base": {}, "ranks": {"High": 0.1, "of": "updates/s"},
         "modules": {"async": {"whole": arm(1.3), "none": arm(1.0), "A": module, "changes": [arm(1.3)]}},
-        "sweeps": {"cap": [arm(1.4, cap=4096), arm(0.9, cap=16384)]},
+        "sweeps": {"cap": [arm(1.4, cap=4096), arm(0.9, cap=16384)]}, "steady": {"async": [arm(1.1, "seer")]},
         "where_it_does_not_help": [{"setting": {"cap": 16384}, "updates": arm(0.9)["updates"]}]}))
     record, = load.records(tmp_path)
     assert record.kind == "study" and record.simulated
     page, text = pages(tmp_path)
     assert "| async | A routing | High | +0.100 | 1.3 [1.2, 1.4] | 1.2 [1.1, 1.3] | 1.1 [1, 1.2] |" in text
+    assert "**Steady: async**" in text and "| seer | base | 1.1 [1, 1.2] |" in text
     assert "| cap 16384 | 0.9 [0.8, 1] |" in text and "rank High | simulated" in text
     assert "What each module brings" in page and "Scaling" in page and "Scaling" not in text.partition("## Not run")[2]
 

@@ -32,7 +32,7 @@ def _row(row: dict) -> list[str]:
 
 
 def study(record: Record) -> list[Table]:
-    """Ranking of the modules, settings without a gain, then every arm."""
+    """Ranking of the modules, settings without a gain, then every arm of every part."""
     data, rows = record.data, []
     for place, found in modules_of(record).items():
         whole = data["modules"][place]["whole"]
@@ -46,9 +46,15 @@ def study(record: Record) -> list[Table]:
     helpless = [[setting_text(one["setting"]), ratio(one["updates"])] for one in data.get("where_it_does_not_help", [])]
     tables.append(Table("Where ES-GRPO does not help", [["setting", "updates/s, ratio to verl"],
                                                        *(helpless or [["none of the settings tried", ""]])]))
-    for title, found in [*data.get("policies", {}).items(), *data.get("sweeps", {}).items()]:
-        tables.append(Table(f"Every arm: {title}", [ROW_HEAD, *map(_row, found)], folded=True))
-    return tables
+    tables += [Table(f"Variants: {place}", [ROW_HEAD, *map(_row, rows["changes"])], folded=True)
+               for place, rows in data.get("modules", {}).items() if rows.get("changes")]
+    return tables + [Table(f"{part.capitalize()}: {title}", [ROW_HEAD, *map(_row, found)], folded=part == "sweeps")
+                     for part, groups in data.items() if isinstance(groups, dict)
+                     for title, found in groups.items() if isinstance(found, list) and _are_arms(found)]
+
+
+def _are_arms(found: list) -> bool:
+    return bool(found) and all(isinstance(row, dict) and "updates" in row and "policy" in row for row in found)
 
 
 def figures(record: Record) -> list[Figure]:
