@@ -26,10 +26,11 @@ import sys
 import time
 from pathlib import Path
 
-from bench import arm, compare
+from bench import arm, compare, stack
 from bench.quickstart import ROOT, VALIDATION_PROMPTS, common_overrides, cpu_model, print_table, say
 from bench.startup import commit
 from bench.testbed import make_data
+from esgrpo.report.tables import baseline_of, ratios, spread
 
 SEGMENT = "+actor_rollout_ref.rollout.segment"
 SEGMENT_LENGTH = 64  # tokens; responses of the testbed end between 20 and 512
@@ -46,27 +47,33 @@ def switches(*keys: str) -> list[str]:
     return [f"{SEGMENT}.{key if '=' in key else key + '=True'}" for key in keys]
 
 
-ON = ("enable", f"segment_length={SEGMENT_LENGTH}")
 HISTORY = "history.enable"
 LOOPS = ("prune.repetition.enable", "prune.repetition.min_count=6", "prune.repetition.keep_row")
-ARMS = {
-    "off": switches("observe"),
-    "static": switches("profile=static", f"segment_length={SEGMENT_LENGTH}"),
-    "A routing": switches(*ON, HISTORY, "routing.enable"),
-    "B soft": switches(*ON),
-    "C pruning": switches(*ON, HISTORY, *LOOPS, "prune.hopeless", "prune.resolved.enable", "prune.audit.enable"),
-    "C sampler": switches(*ON, HISTORY, "sampler.enable"),
-    "D elastic": switches(*ON, HISTORY, "elastic.enable"),
-    "keep": switches(*ON, "sync.requests=keep"),
-    "all": switches("profile=elastic", f"segment_length={SEGMENT_LENGTH}", "prune.repetition.min_count=6"),
-}
+
+
+def arms(segment_length: int) -> dict[str, list[str]]:
+    """Arm -> overrides; `segment_length` is in tokens."""
+    length = f"segment_length={segment_length}"
+    on = ("enable", length)
+    return {
+        "off": switches("observe"),
+        "static": switches("profile=static", length),
+        "A routing": switches(*on, HISTORY, "routing.enable"),
+        "B soft": switches(*on),
+        "C pruning": switches(*on, HISTORY, *LOOPS, "prune.hopeless", "prune.resolved.enable", "prune.audit.enable"),
+        "C sampler": switches(*on, HISTORY, "sampler.enable"),
+        "D elastic": switches(*on, HISTORY, "elastic.enable"),
+        "keep": switches(*on, "sync.requests=keep"),
+        "all": switches("profile=elastic", length, "prune.repetition.min_count=6"),
+    }
+
+
+ARMS = arms(SEGMENT_LENGTH)
 WASTES = ("pruned", "zero_variance", "stale", "reprefill")
-BASELINE = "off"
 
 
-def measures(run_dir: Path) -> dict[str, float | None]:
+def measures(run_dir: Path, result: compare.Result) -> dict[str, float | None]:
     """The numbers of one run; None where the arm has no such thing."""
-    result = compare.load(run_dir)
     metrics = [json.loads(line)["data"] for line in (run_dir / "metrics-timed.jsonl").read_text().splitlines()]
 
     def last(key):
@@ -82,6 +89,7 @@ def measures(run_dir: Path) -> dict[str, float | None]:
         "decoded tokens/s": result.decoded / result.seconds,
         "effective tokens/s": result.balance["trained"] / result.seconds,
         "time to target, s": result.time_to_target,
+        "samples to target": result.samples_to_target,
         "held-out reward, last": result.evaluations[-1][1] if result.evaluations else None,
         **{f"waste {cause}": result.balance[cause] / spent for cause in WASTES},
         "false-prune rate": last("esgrpo/prune/false_rate"),
@@ -92,29 +100,15 @@ def measures(run_dir: Path) -> dict[str, float | None]:
     }
 
 
-def spread(values: list[float | None]) -> str:
-    known = sorted(v for v in values if v is not None)
-    if not known:
-        return "-"
-    text = f"{statistics.median(known):.3g}"
-    if len(known) > 1:
-        text += f" [{known[0]:.3g}, {known[-1]:.3g}]"
-    return text if len(known) == len(values) else f"{text} ({len(known)} of {len(values)})"
-
-
 def table(found: dict[str, dict[int, dict]]) -> list[list[str]]:
     """Rows of text, one per measure; `found` maps arm -> seed -> measures."""
     names = list(found)
     keys = list(dict.fromkeys(k for arms in found.values() for m in arms.values() for k in m))
     rows = [["", *names]]
     rows += [[key, *[spread([m.get(key) for m in found[name].values()]) for name in names]] for key in keys]
-    for key in ("effective tokens/s", "decoded tokens/s"):
-        ratios = []
-        for name in names:
-            pairs = [(m[key], found[BASELINE][seed][key]) for seed, m in found[name].items()
-                     if seed in found.get(BASELINE, {})]
-            ratios.append(spread([ours / theirs for ours, theirs in pairs if theirs]))
-        rows.append([f"{key}, ratio to {BASELINE}", *ratios])
+    base = baseline_of(names)
+    for key in ("effective tokens/s", "decoded tokens/s") if base else ():
+        rows.append([f"{key}, ratio to {base}", *[spread(ratios(found, name, key)) for name in names]])
     return rows
 
 
@@ -139,16 +133,22 @@ def prepare_data(seeds: list[int], options) -> None:
             partial.rename(data_of(seed, options))  # whole or not there at all
 
 
-def run_arm(name: str, seed: int, options, say=say) -> dict[str, float | None]:
+def run_arm(name: str, seed: int, options, say=say) -> tuple[dict[str, float | None], dict]:
+    """Measures and curves of one run."""
     size = f"x{options.replicas}-" if options.replicas > 1 else ""
     run_dir = options.out / f"{size}{options.task}-{seed}-{name.replace(' ', '-')}"
-    data = data_of(seed, options)
-    common = common_overrides(data, seed, options.replicas)
+    common = common_overrides(data_of(seed, options), seed, replicas=options.replicas)
     overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common] + ARMS[name]
+    return run_one(f"{name} seed {seed}", overrides, run_dir, options.budget, say)
+
+
+def run_one(label: str, overrides: list[str], run_dir: Path, budget: float, say=say) -> tuple[dict, dict]:
+    """Measures and curves of a run of fully-async training, which is made unless it was made before."""
     if not is_done(run_dir / "arm.json", overrides):
         shutil.rmtree(run_dir, ignore_errors=True)
-        arm.run(f"{name} seed {seed}", overrides, run_dir, ROOT / "overlay", budget_s=options.budget, say=say)
-    return measures(run_dir)
+        arm.run(label, overrides, run_dir, ROOT / "overlay", budget_s=budget, say=say)
+    result = compare.load(run_dir)
+    return measures(run_dir, result), result.curves
 
 
 def run_side_by_side(pairs: list[tuple[str, int]], options) -> None:
@@ -179,6 +179,14 @@ def run_side_by_side(pairs: list[tuple[str, int]], options) -> None:
         for child in running.values():
             child.wait()
     os.sched_setaffinity(0, slots[0])  # for a run that failed: the caller makes it again
+
+
+def device(options) -> str:
+    if stack.DEVICE == "cpu":
+        return f"{platform.machine()}, {cpu_model()}, {options.cores} cores a run"
+    import torch
+
+    return f"{torch.cuda.get_device_name()}, two a run, {options.cores} cores a run"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -214,6 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     pairs = [(name, seed) for number, seed in enumerate(seeds)
              for name in names[number % len(names):] + names[:number % len(names)]]
     found: dict[str, dict[int, dict]] = {name: {} for name in names}
+    curves: dict[str, dict[int, dict]] = {name: {} for name in names}
     failed = []
     try:
         prepare_data(seeds, options)
@@ -221,30 +230,33 @@ def main(argv: list[str] | None = None) -> int:
             run_side_by_side(pairs, options)
         for name, seed in pairs:
             try:
-                found[name][seed] = run_arm(name, seed, options)
+                found[name][seed], curves[name][seed] = run_arm(name, seed, options)
             except RuntimeError as error:  # the others still count; the exit code tells
                 failed.append(str(error))
                 say(f"ablation: {error}")
     except KeyboardInterrupt:
         say("interrupted; every process of the run has been ended; the same command goes on from here")
         return 130
-    return report(found, failed, options)
+    return report(found, curves, failed, options)
 
 
-def report(found, failed: list[str], options) -> int:
+def report(found, curves, failed: list[str], options, arms: dict[str, list[str]] = ARMS) -> int:
     rows = table({name: seeds for name, seeds in found.items() if seeds})
     notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
-             f"{platform.machine()}, {cpu_model()}, {options.cores} cores a run for one trainer and {options.replicas} "
-             f"rollout replica{'s' * (options.replicas > 1)}, {options.jobs} runs side by side",
+             f"{device(options)} for one trainer and {options.replicas} rollout "
+             f"replica{'s' * (options.replicas > 1)}, {options.jobs} runs side by side",
              "median [range] over seeds; ratios within a seed; waste as a share of spent tokens"]
     print("\n" + "\n".join(notes) + "\n")
     print_table(rows)
     if options.results:
         options.results.parent.mkdir(parents=True, exist_ok=True)
-        command = "python -m bench.ablation " + " ".join(sys.argv[1:])
-        options.results.write_text(json.dumps({"command": command, "notes": notes, "arms": ARMS, "failed": failed,
-                                               "measures": found, "table": rows}, indent=1) + "\n")
+        module = getattr(sys.modules["__main__"].__spec__, "name", "bench.ablation")
+        command = " ".join(["python -m", module, *sys.argv[1:]])
+        options.results.write_text(json.dumps({
+            "command": command, "commit": commit(), "seeds": list(map(int, options.seeds.split(","))),
+            "device": device(options), "notes": notes, "arms": arms, "failed": failed, "measures": found,
+            "table": rows, "curves": curves}, indent=1) + "\n")
     return 1 if failed else 0
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
 from esgrpo.hooks.verl.records import read
+from esgrpo.report import runs
 
 TARGET_GAIN = 0.1
 HOLD = 2  # evaluations in a row
-QUEUE_ORDER_MARGIN_S = 2.0  # between the end of a group's last response and its place in the queue
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Result:
     evaluations: list[tuple[float, float]]  # (seconds since ready, held-out reward)
     target: float
     time_to_target: float | None
+    samples_to_target: int | None  # responses that had ended by then
     steps: int
     responses: int
     bubble: dict[str, float]
@@ -31,7 +32,7 @@ class Result:
     effective_per_s: float
     tail_ratio: float
     lengths: list[int]
-    timeline: list[tuple[float, int]]
+    curves: dict  # of esgrpo.report.runs
     states: dict[str, int]
     pruned: int
     partial: int
@@ -60,40 +61,20 @@ def _windows(rows: list[dict]) -> dict[str, float]:
     return bubble(rows, sum(paused.values()))
 
 
-def _settled(rows: list[dict]) -> list[dict]:
-    """Rows whose fate is known. What still runs or queues when the budget ends is neither trained nor wasted.
-
-    The queue is first in, first out: a complete group that is not trained, although a later one is, was dropped.
-    """
-    groups: dict[str, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
-    size = max(map(len, groups.values()), default=0)
-    queued = {group: max(r["ended"] for r in members) for group, members in groups.items()}
-    last = max((queued[g] for g, members in groups.items() if any(r["trained"] for r in members)), default=0.0)
-    return [row for group, members in groups.items() for row in members
-            if row["trained"] or (len(members) == size and queued[group] < last - QUEUE_ORDER_MARGIN_S)]
-
-
 def load(run_dir: Path, devices: int = 2) -> Result:
     """Everything that ended between ready and the end of the budget."""
     arm = json.loads((run_dir / "arm.json").read_text())
     metrics = [json.loads(line) for line in (run_dir / "metrics-timed.jsonl").read_text().splitlines()]
     ready = arm["ready"]
     end = ready + arm["budget_s"] if arm["budget_s"] else arm["ended"]
-    trained = {(r["group"], r["member"]): r for r in read(str(run_dir), "trained") if r["time"] <= end}
     responses = [r for r in read(str(run_dir), "responses") if ready <= r["time"] <= end]
-    replaced = {row["group"] for sample in read(str(run_dir), "replaced") for row in sample["rows"]}
-    fates = {"trained": False, "gradient": False}
-    rows = [{**r, "pruned": r["outcome"] == "prune", "replaced": r["group"] in replaced, **fates,
-             **trained.get((r["group"], r["member"]), {})}
-            for r in responses]
-    settled = _settled(rows)
-    balance = token_balance(settled)
+    rows = runs.with_fates(run_dir, ready, end)
+    balance = token_balance(runs.settled(rows))
     windows = [w for w in read(str(run_dir), "windows") if ready < w["start"] + w["seconds"] <= end]
     evaluations = [e for e in _evaluations(metrics, ready) if e[0] <= end - ready]
     start = evaluations[0][1] if evaluations else 0.0
     target = start + TARGET_GAIN
+    reached = time_to_target(evaluations[1:], target)
     states: dict[str, int] = {}
     for report in json.loads((run_dir / "esgrpo" / "hooks.json").read_text()):
         for hook in report["hooks"]:
@@ -103,12 +84,13 @@ def load(run_dir: Path, devices: int = 2) -> Result:
                  if "training/global_step" in m["data"] and m["time"] <= end], default=0)
     return Result(
         name=arm["name"], seconds=end - ready, evaluations=evaluations, target=target,
-        time_to_target=time_to_target(evaluations[1:], target), steps=steps, responses=len(responses),
+        time_to_target=reached, samples_to_target=None if reached is None else sum(
+            r["time"] <= ready + reached for r in responses), steps=steps, responses=len(responses),
         bubble=_windows(windows), balance=balance, decoded=sum(r["tokens"] for r in responses),
         effective_per_s=balance["trained"] / ((end - ready) * devices),
         tail_ratio=tail_ratio(times),
         lengths=[r["tokens"] for r in responses],
-        timeline=[(t - ready, n) for w in windows for t, n in w["timeline"]], states=states,
+        curves=runs.curves(evaluations, windows, rows, ready, target), states=states,
         pruned=sum(r["outcome"] == "prune" for r in rows), partial=sum(r["attempts"] > 1 for r in responses))
 
 

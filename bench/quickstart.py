@@ -15,7 +15,11 @@ import time
 from pathlib import Path
 
 from bench import arm, compare, stack
+from bench.startup import commit
 from bench.testbed import make_data
+from esgrpo.report import main as write_page
+from esgrpo.report import plots
+from esgrpo.report.training_figures import comparison_panels
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTBED = ROOT / "bench" / "testbed"
@@ -40,13 +44,15 @@ def say(text: str) -> None:
     print(f"esgrpo: {text}", flush=True)
 
 
-def common_overrides(data: Path, seed: int, replicas: int = 1) -> list[str]:
+def common_overrides(data: Path, seed: int, *, model: Path = TESTBED / "model", test_every: int = 5,
+                     **sizes) -> list[str]:
+    """Of every arm; `sizes` are those of stack.fully_async."""
     return [
-        *stack.fully_async(str(TESTBED / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
-                               str(TESTBED / "reward.py"), "RUN_DIR", replicas=replicas),
+        *stack.fully_async(str(model), str(data / "train.parquet"), str(data / "val.parquet"),
+                           str(TESTBED / "reward.py"), "RUN_DIR", **sizes),
         f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
-        "trainer.val_before_train=True", "trainer.test_freq=5", 'trainer.logger=["console","file"]',
+        "trainer.val_before_train=True", f"trainer.test_freq={test_every}", 'trainer.logger=["console","file"]',
     ]
 
 
@@ -90,8 +96,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(results, out: Path, options, difference: list[str]) -> int:
-    from bench import page
-
     rows = compare.table(results)
     notes = [f"single-seed demo, seed {options.seed}, {options.budget:.0f} s per arm, task '{TASK}', "
              f"{time.strftime('%Y-%m-%d')}", f"{platform.machine()}, {cpu_model()}, Python {platform.python_version()}",
@@ -101,10 +105,13 @@ def report(results, out: Path, options, difference: list[str]) -> int:
         print(note)
     print()
     print_table(rows)
-    page.picture(results, out / "quickstart.png")
-    reports = json.loads((out / "overlay" / "esgrpo" / "hooks.json").read_text())
-    page.page(rows, out / "quickstart.png", reports, notes, difference, out / "quickstart.html")
-    (out / "table.json").write_text(json.dumps({"notes": notes, "difference": difference, "table": rows}, indent=1))
+    record = {"command": " ".join(["bash bench/quickstart.sh", *sys.argv[1:]]), "commit": commit(),
+              "seed": options.seed, "device": notes[1], "notes": notes, "difference": difference, "table": rows,
+              "curves": {r.name: r.curves for r in results},
+              "hooks": json.loads((out / "overlay" / "esgrpo" / "hooks.json").read_text())}
+    (out / "table.json").write_text(json.dumps(record, indent=1))
+    plots.save_png(lambda axes: comparison_panels(axes, {r.name: [r.curves] for r in results}), out / "quickstart.png")
+    write_page(str(out), str(out / "quickstart.html"))
     print()
     say(f"picture {out / 'quickstart.png'}, page {out / 'quickstart.html'}, records in {out}")
     short = [r.name for r in results if r.steps < MINIMUM_STEPS]

@@ -35,6 +35,7 @@ from bench.scripted_scheduler import (
     model_output,
     upstream_class,
 )
+from bench.startup import commit
 
 RESULT = Path(__file__).parent / "results" / "scheduler_cost.json"
 HISTORY = 1000  # response tokens at the start; a repetition check looks at up to 256
@@ -242,8 +243,8 @@ def environment(seed: int) -> dict:
         except metadata.PackageNotFoundError:
             continue
     module = getattr(sys.modules["__main__"].__spec__, "name", "") or Path(sys.argv[0]).name
-    return {"command": " ".join(["python -m", module, *sys.argv[1:]]), "versions": versions, "cpu": cpu,
-            "cores": os.cpu_count(), "seed": seed}
+    return {"command": " ".join(["python -m", module, *sys.argv[1:]]), "commit": commit(), "versions": versions,
+            "cpu": cpu, "cores": os.cpu_count(), "seed": seed}
 
 
 def measure(asynchronous: bool, requests: int, rounds: int, steps: int, seed: int) -> dict:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.testbed.task import SPLITS, TASKS, Problem, generate
+from bench.testbed.task import SMALL, SPLITS, TASKS, Problem, Scale, generate
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
@@ -26,12 +26,12 @@ def row(problem: Problem, split: str, index: int) -> dict:
     }
 
 
-def write(task: str, seed: int, counts: dict[str, int], out: Path) -> dict[str, Path]:
+def write(task: str, seed: int, counts: dict[str, int], out: Path, scale: Scale = SMALL) -> dict[str, Path]:
     """Write one parquet file per split; `counts` is the number of rows of each. Returns split -> path."""
     out.mkdir(parents=True, exist_ok=True)
     paths = {}
     for split, count in counts.items():
-        rows = [row(problem, split, i) for i, problem in enumerate(generate(task, seed, count, split))]
+        rows = [row(problem, split, i) for i, problem in enumerate(generate(task, seed, count, split, scale))]
         paths[split] = out / f"{split}.parquet"
         pd.DataFrame(rows, columns=list(COLUMNS)).to_parquet(paths[split])
     return paths

@@ -1,7 +1,7 @@
 """Procedurally generated reasoning tasks with a verifiable reward; standard library only.
 
-Both tasks count how long a walk over the numbers modulo 100 takes to reach 00. A prompt gives a counter, a value and
-the rule; each line of a trace is the next counter and value, and the answer is the counter at 00:
+Both tasks count how long a walk over the numbers modulo 100 (`LARGE`: 10,000) takes to reach 0. A prompt gives a
+counter, a value and the rule; each line of a trace is the next counter and value, and the answer is the counter at 0:
 
 * ``search``: ``v -> v + 7``, that is, find x with ``7*x = -v``, by trial. The number of tries a problem needs follows a
   Lomax (power) law, so the hazard of finishing falls with the length. May be tuned on.
@@ -24,15 +24,36 @@ from dataclasses import dataclass
 TASKS = ("search", "chain")
 SPLITS = ("train", "val", "test")
 MAX_PROMPT_TOKENS = 64
-MAX_RESPONSE_TOKENS = 512
-MODULUS = 100
-MAX_STEPS = MODULUS - 1  # 100 lines of 4 tokens and the answer fit into the response cap, with room for re-tries
 RULES = {"search": (1, 7), "chain": (21, 7)}  # (a, b) of v -> a*v + b; one cycle of full length, so 00 is reached
 SIGNS = {"search": ":", "chain": ">"}  # between counter and value; tells the rule within each line
-WORDS = (*(f"{n:02d}" for n in range(MODULUS)), "wait", "anew")  # what is one token besides single characters
+WORDS = (*(f"{n:02d}" for n in range(100)), "wait", "anew")  # what is one token besides single characters
 ANEW = 0.05  # share of re-tries that go back to the first line
 TOKEN = re.compile(r"\d\d|wait|anew|[\s\S]")
-ANSWER = re.compile(r"x=(\d\d)")
+ANSWER = re.compile(r"x=((?:\d\d)+)")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How long walks are. `most_steps` lines and the answer fit into the response cap, with room for re-tries.
+
+    steps: of the Lomax law. short, hump: mean, mean and deviation of the two kinds of chains; all in lines.
+    digits: of a number, two a token. Rates of behaviour are per line of SMALL; `pace` lines make up for one of those.
+    """
+
+    modulus: int
+    digits: int
+    most_steps: int
+    max_response_tokens: int
+    steps: float
+    short: float
+    hump: tuple[float, float]
+    pace: float
+
+
+SMALL = Scale(100, 2, 99, 512, 13.0, 11.0, (75.0, 10.0), 1.0)  # the committed model's
+LARGE = Scale(10_000, 4, 1300, 8192, 170.0, 140.0, (1000.0, 130.0), 13.0)  # for a GPU
+SCALES = {"small": SMALL, "large": LARGE}
+MAX_RESPONSE_TOKENS = SMALL.max_response_tokens
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,7 @@ class Problem:
     prompt: str
     counters: tuple[int, ...]
     values: tuple[int, ...]
+    scale: Scale = SMALL
 
     @property
     def steps(self) -> int:
@@ -50,7 +72,10 @@ class Problem:
 
     @property
     def ground_truth(self) -> str:
-        return f"{self.counters[-1]:02d}"
+        return self.number(self.counters[-1])
+
+    def number(self, value: int) -> str:
+        return f"{value:0{self.scale.digits}d}"
 
 
 @dataclass(frozen=True)
@@ -105,34 +130,31 @@ def split_of(prompt: str) -> str:
     return "train" if bucket < 205 else "val" if bucket < 230 else "test"
 
 
-def _search_steps(rng: random.Random) -> int:
-    while True:  # Lomax(shape 1, scale 13), cut at the cap
-        steps = int(13.0 * (1.0 / (1.0 - rng.random()) - 1.0))
-        if steps <= MAX_STEPS:
-            return steps
-
-
-def _chain_steps(rng: random.Random) -> int:
+def _steps(rng: random.Random, task: str, scale: Scale) -> int:
     while True:
-        if rng.random() < 0.85:
-            steps = 1 + int(rng.expovariate(1.0 / 11.0))
+        if task == "search":  # Lomax of shape 1, cut at the cap
+            steps = int(scale.steps * (1.0 / (1.0 - rng.random()) - 1.0))
+        elif rng.random() < 0.85:
+            steps = 1 + int(rng.expovariate(1.0 / scale.short))
         else:
-            steps = round(rng.gauss(75.0, 10.0))
-        if 1 <= steps <= MAX_STEPS:
+            steps = round(rng.gauss(*scale.hump))
+        if (task == "search" or steps >= 1) and steps <= scale.most_steps:
             return steps
 
 
-def _draw(rng: random.Random, task: str) -> Problem:
-    steps = _search_steps(rng) if task == "search" else _chain_steps(rng)
-    (a, b), start, values = RULES[task], rng.randrange(MODULUS), [0]
+def _draw(rng: random.Random, task: str, scale: Scale) -> Problem:
+    steps = _steps(rng, task, scale)
+    (a, b), start, values = RULES[task], rng.randrange(scale.modulus), [0]
+    back = pow(a, -1, scale.modulus)
     for _ in range(steps):  # backwards from the hit
-        values.append(pow(a, -1, MODULUS) * (values[-1] - b) % MODULUS)
-    counters = tuple((start + k) % MODULUS for k in range(steps + 1))
+        values.append(back * (values[-1] - b) % scale.modulus)
+    counters = tuple((start + k) % scale.modulus for k in range(steps + 1))
     rule = f"+{b:02d}" if a == 1 else f"*{a:02d}+{b:02d}"
-    return Problem(task, f"{start:02d}{SIGNS[task]}{values[-1]:02d} {rule}", counters, tuple(reversed(values)))
+    first, digits = f"{start:0{scale.digits}d}{SIGNS[task]}", scale.digits
+    return Problem(task, f"{first}{values[-1]:0{digits}d} {rule}", counters, tuple(reversed(values)), scale)
 
 
-def generate(task: str, seed: int, count: int, split: str = "train") -> list[Problem]:
+def generate(task: str, seed: int, count: int, split: str = "train", scale: Scale = SMALL) -> list[Problem]:
     """`count` problems of a task, the same for the same arguments.
 
     Drawn with replacement: the shortest problems are few and frequent, so a large set repeats some of them.
@@ -142,18 +164,18 @@ def generate(task: str, seed: int, count: int, split: str = "train") -> list[Pro
     rng = random.Random(f"{task}/{split}/{seed}")
     problems: list[Problem] = []
     while len(problems) < count:
-        problem = _draw(rng, task)
+        problem = _draw(rng, task, scale)
         if split_of(problem.prompt) == split:
             problems.append(problem)
     return problems
 
 
 def _line(problem: Problem, step: int) -> str:
-    return f"{problem.counters[step]:02d}{SIGNS[problem.task]}{problem.values[step]:02d}\n"
+    return f"{problem.number(problem.counters[step])}{SIGNS[problem.task]}{problem.number(problem.values[step])}\n"
 
 
 def _answer(problem: Problem, step: int) -> str:
-    return f"x={(problem.counters[0] + step) % MODULUS:02d}"
+    return f"x={problem.number((problem.counters[0] + step) % problem.scale.modulus)}"
 
 
 def _walk(rng: random.Random, problem: Problem, b: Behaviour) -> tuple[list[str], bool]:
@@ -163,25 +185,26 @@ def _walk(rng: random.Random, problem: Problem, b: Behaviour) -> tuple[list[str]
     which a tiny model learns without fault.
     """
     out: list[str] = []
-    wait = b.wait * (b.nervous_factor if rng.random() < b.nervous else 1.0)
+    pace, most = problem.scale.pace, problem.scale.max_response_tokens
+    wait = b.wait / pace * (b.nervous_factor if rng.random() < b.nervous else 1.0)
     step, checked = 0, False
-    while 2 * len(out) < MAX_RESPONSE_TOKENS:  # no line is shorter than 2 tokens
+    while 2 * len(out) < most:  # no line is shorter than 2 tokens
         out.append(_line(problem, step))
-        if rng.random() < b.stall:
+        if rng.random() < b.stall / pace:
             again = "wait\n" + out[-1]
             if rng.random() < b.endless:
-                return [*out, (again if rng.random() < 0.7 else "wait\n") * MAX_RESPONSE_TOKENS], False
+                return [*out, (again if rng.random() < 0.7 else "wait\n") * most], False
             while rng.random() < 0.5:  # stalls that recover, so that repetition alone does not prove a loop
                 out.append(again)
         hit = step == problem.steps
-        if rng.random() < (min(0.9, b.check + step / 40) if hit and not checked else wait):
+        if rng.random() < (min(0.9, b.check + step / (40 * pace)) if hit and not checked else wait):
             anew = rng.random() < ANEW
             out.append("anew\n" if anew else "wait\n")
             step, checked = 0 if anew else step, hit or checked
         elif hit:
             right = rng.random() < (b.right_checked if checked else b.right)
             return [*out, _answer(problem, step + (0 if right else rng.choice((-1, 1))))], True
-        elif rng.random() < b.give_up:
+        elif rng.random() < b.give_up / pace:
             return [*out, _answer(problem, step)], True
         else:
             step += 1
@@ -189,15 +212,14 @@ def _walk(rng: random.Random, problem: Problem, b: Behaviour) -> tuple[list[str]
 
 
 def render_trace(rng: random.Random, problem: Problem) -> Trace:
-    """A demonstration response for a problem, at most MAX_RESPONSE_TOKENS tokens with the end token."""
-    behaviour = BEHAVIOUR[problem.task]
+    """A demonstration response for a problem, at most the scale's response cap with the end token."""
+    behaviour, most = BEHAVIOUR[problem.task], problem.scale.max_response_tokens
     if rng.random() < behaviour.guess:
-        steps = _search_steps(rng) if problem.task == "search" else _chain_steps(rng)
-        return Trace(split_tokens(_answer(problem, steps)), True)
+        return Trace(split_tokens(_answer(problem, _steps(rng, problem.task, problem.scale))), True)
     lines, finished = _walk(rng, problem, behaviour)
     tokens = split_tokens("".join(lines))
-    if len(tokens) >= MAX_RESPONSE_TOKENS:
-        return Trace(tokens[:MAX_RESPONSE_TOKENS], False)
+    if len(tokens) >= most:
+        return Trace(tokens[:most], False)
     return Trace(tokens, finished)
 
 

@@ -1,6 +1,7 @@
 """Train the testbed's tiny Qwen2 model and tokenizer from scratch on demonstrations of both tasks.
 
     python -m bench.testbed.train_model --out DIR
+    python -m bench.testbed.train_model --out DIR --scale large --device cuda    # 37 M parameters, responses to 8k
 
 The committed model is not one run of this command. It was trained with it for about 1,000 steps, then for 310 more
 steps in three short stages on demonstrations with long ones oversampled and stalls confined to the first 16 lines,
@@ -14,6 +15,7 @@ import argparse
 import math
 import random
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,9 +31,11 @@ from transformers import (
 
 from bench.testbed.task import (
     MAX_PROMPT_TOKENS,
-    MAX_RESPONSE_TOKENS,
+    SCALES,
+    SMALL,
     TASKS,
     WORDS,
+    Scale,
     Trace,
     generate,
     render_trace,
@@ -42,9 +46,10 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# until this share of the steps, this many tokens at most, prompt included: the tables are learnt fast on short traces
-CURRICULUM = ((0.2, 112),)
-MICRO_BATCH = 16
+# until this share of the steps, so much of the longest demonstration at most: the tables are learnt fast on short ones
+CURRICULUM = ((0.2, 112 / (MAX_PROMPT_TOKENS + SMALL.max_response_tokens)),)
+SHORTEST_CONTEXT = 1024
+MICRO_BATCH, CHUNK = 16, 2048  # demonstrations
 IGNORE = -100  # label that the loss skips
 
 
@@ -65,17 +70,34 @@ def build_tokenizer(out: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(out)
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, hidden: int, layers: int) -> Qwen2ForCausalLM:
-    """A randomly initialised float32 model. The vocabulary is exactly the tokenizer's; heads have 32 dimensions."""
+@dataclass(frozen=True)
+class Size:
+    """Defaults of a scale; `spread` is the standard deviation of initial weights (0.02 suits wide models; in a narrow
+    one it delays learning)."""
+
+    hidden: int
+    layers: int
+    head: int
+    spread: float
+    steps: int
+    lr: float
+
+
+SIZES = {"small": Size(128, 3, 32, 0.06, 1400, 2e-3), "large": Size(640, 10, 64, 0.02, 800, 1e-3)}
+
+
+def build_model(tokenizer: PreTrainedTokenizerBase, size: Size, scale: Scale = SMALL) -> Qwen2ForCausalLM:
+    """A randomly initialised float32 model. The vocabulary is exactly the tokenizer's."""
+    hidden = size.hidden
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=max(1, hidden // 64),
-        max_position_embeddings=1024,
-        initializer_range=0.06,  # the default 0.02 suits wide models; here it delays learning
+        num_hidden_layers=size.layers,
+        num_attention_heads=hidden // size.head,
+        num_key_value_heads=max(1, hidden // (2 * size.head)),
+        max_position_embeddings=max(SHORTEST_CONTEXT, MAX_PROMPT_TOKENS + scale.max_response_tokens),
+        initializer_range=size.spread,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.pad_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -103,8 +125,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 class Corpus:
     """Endless demonstrations of both tasks, half each, as (ids, prompt length) pairs."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int):
-        self.tokenizer, self.seed = tokenizer, seed
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, scale: Scale = SMALL):
+        self.tokenizer, self.seed, self.scale = tokenizer, seed, scale
         self.rng = random.Random(seed)
         words = [*WORDS, "\n", *map(chr, range(32, 127))]
         self.word_ids = {word: tokenizer.encode(word, add_special_tokens=False)[0] for word in words}
@@ -119,21 +141,23 @@ class Corpus:
         ids += [self.word_ids[t] for t in trace.tokens]
         if trace.finished:
             ids.append(self.tokenizer.eos_token_id)
-        return ids[: start + MAX_RESPONSE_TOKENS], start
+        return ids[: start + self.scale.max_response_tokens], start
 
     def chunk(self, index: int, count: int) -> list[tuple[list[int], int]]:
         """`count` fresh demonstrations; `index` numbers the chunk."""
-        problems = [p for t in TASKS for p in generate(t, self.seed * 1_000_003 + index, count // len(TASKS))]
+        problems = [p for t in TASKS
+                    for p in generate(t, self.seed * 1_000_003 + index, count // len(TASKS), scale=self.scale)]
         return [self._encode(p.prompt, render_trace(self.rng, p)) for p in problems]
 
     def batches(self, steps: int, size: int):
         """`steps` lists of `size` random demonstrations; `CURRICULUM` keeps the early ones short."""
         index, pool = 0, []
+        longest = MAX_PROMPT_TOKENS + self.scale.max_response_tokens
         for step in range(steps):
-            limit = next((limit for share, limit in CURRICULUM if step < share * steps), math.inf)
+            limit = next((part * longest for share, part in CURRICULUM if step < share * steps), math.inf)
             pool = [item for item in pool if len(item[0]) <= limit]
             while len(pool) < size:
-                chunk = [item for item in self.chunk(index, 2048) if len(item[0]) <= limit]
+                chunk = [item for item in self.chunk(index, CHUNK) if len(item[0]) <= limit]
                 self.rng.shuffle(chunk)
                 pool += chunk
                 index += 1
@@ -162,9 +186,10 @@ def accumulate(model: Qwen2ForCausalLM, batch: list[tuple[list[int], int]], pad:
     total = sum(len(ids) - start for ids, start in batch)
     loss_sum = 0.0
     for first in range(0, len(batch), MICRO_BATCH):
-        ids, labels = collate(batch[first : first + MICRO_BATCH], pad)
+        ids, labels = (tensor.to(model.device) for tensor in collate(batch[first : first + MICRO_BATCH], pad))
         # padding is on the right, so causal attention needs no mask
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type != "cpu"):
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
         loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum")
         (loss / total).backward()
         loss_sum += loss.item()
@@ -193,23 +218,26 @@ def train(model: Qwen2ForCausalLM, corpus: Corpus, steps: int, size: int, peak_l
     model.eval()
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the model and the tokenizer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument("--scale", choices=SCALES, default="small", help="length of the tasks' walks")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=64, help="demonstrations per step")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
+    for name, kind in (("steps", int), ("lr", float), ("hidden", int), ("layers", int)):
+        parser.add_argument(f"--{name}", type=kind, help="default: " + ", ".join(
+            f"{getattr(size, name)} ({scale})" for scale, size in SIZES.items()))
     parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    given = {name: getattr(args, name) for name in ("steps", "lr", "hidden", "layers")}
+    size = replace(SIZES[args.scale], **{name: value for name, value in given.items() if value is not None})
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer(args.out)
-    model = build_model(tokenizer, args.hidden, args.layers)
+    model = build_model(tokenizer, size, SCALES[args.scale]).to(args.device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
-    train(model, Corpus(tokenizer, args.seed), args.steps, args.batch, args.lr)
+    train(model, Corpus(tokenizer, args.seed, SCALES[args.scale]), size.steps, args.batch, size.lr)
     model.half().save_pretrained(args.out)
 
 

@@ -142,6 +142,12 @@ def lint(arguments) -> int:
     return check.main(arguments)
 
 
+def report(arguments) -> int:
+    from esgrpo.report import main as write
+
+    return write(arguments.directory, arguments.out, arguments.trace)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="esgrpo", description="ES-GRPO overlay for verl + vLLM")
     commands = top.add_subparsers(dest="name", required=True)
@@ -175,6 +181,12 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--verl", help="release (0.9.1) or root of a checkout; default: the installed one")
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(function=lint)
+    sub = commands.add_parser("report", help="one page of all results in a directory, or a Chrome trace",
+                              description="Reads result files (*.json) and run directories; needs matplotlib.")
+    sub.add_argument("directory", metavar="DIR", help="such as bench/results, or a run directory")
+    sub.add_argument("--out", metavar="FILE.html", help="default: DIR/report.html; Markdown lies beside it")
+    sub.add_argument("--trace", metavar="FILE.json", help="instead: requests on replicas, for Perfetto")
+    sub.set_defaults(function=report)
     return top
 
 

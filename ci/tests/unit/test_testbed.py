@@ -169,3 +169,34 @@ def test_statistics_of_2000_samples():
         wanted = statistics.CRITERIA[name][0]
         stats[name] += 2 * (wanted * (1 - wanted) / stats["samples"]) ** 0.5
     assert statistics.failures(stats) == []
+
+
+@pytest.mark.parametrize("name", task.TASKS)
+def test_large_scale_has_long_walks_with_a_tail_and_the_same_rules(name):
+    problems = task.generate(name, 0, 300, scale=task.LARGE)
+    traces = [task.render_trace(random.Random(i), problem) for i, problem in enumerate(problems)]
+    lengths = sorted(len(trace.tokens) for trace in traces)
+    assert lengths[-1] == task.LARGE.max_response_tokens and lengths[len(lengths) // 2] < 1500 < lengths[-30]
+    for problem, trace in zip(problems, traces, strict=True):
+        a, b = task.RULES[name]
+        steps = zip(problem.values, problem.values[1:], strict=False)
+        assert problem.values[-1] == 0 and all((a * v + b) % 10_000 == w for v, w in steps)
+        assert task.score(f"x={problem.ground_truth}", problem) == 1.0 and len(problem.ground_truth) == 4
+        assert task.score(f"x={problem.ground_truth[:2]}", problem) == 0.0
+        assert set(trace.tokens) <= {*task.WORDS, *":>=x\n"}
+
+
+def test_a_large_model_trains_by_the_same_script(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from bench.testbed import train_model
+
+    train_model.main(["--out", str(tmp_path), "--scale", "large", "--hidden", "64", "--layers", "1", "--steps", "1",
+                      "--batch", "2"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.max_position_embeddings == task.MAX_PROMPT_TOKENS + task.LARGE.max_response_tokens
+    assert model.config.num_attention_heads == 1
+    small = train_model.build_model(transformers.AutoTokenizer.from_pretrained(tmp_path), train_model.SIZES["small"])
+    committed = transformers.AutoConfig.from_pretrained(MODEL)  # the defaults still make the committed shape
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+                "max_position_embeddings", "initializer_range", "vocab_size"):
+        assert getattr(small.config, key) == getattr(committed, key), key

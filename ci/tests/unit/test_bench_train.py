@@ -1,0 +1,50 @@
+"""The training benchmark composes what verl is told; nothing is run here."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import ablation, train
+
+
+def told(arguments, arm, tmp_path) -> dict[str, str]:
+    options = train.parse([*arguments, "--out", str(tmp_path)])
+    lines = train.overrides(options, 1, tmp_path / "data", tmp_path / "run", arm)
+    return dict(line.lstrip("+").split("=", 1) for line in lines)  # as hydra: the last one of a key
+
+
+def test_arms_differ_in_nothing_but_the_overlay(tmp_path):
+    plain, overlay = (told((), arm, tmp_path) for arm in ("plain", "overlay"))
+    segment = ablation.SEGMENT.lstrip("+")
+    differing = {key for key in plain.keys() | overlay.keys() if plain.get(key) != overlay.get(key)}
+    assert differing and all(key.startswith(segment) for key in differing)
+    assert plain[f"{segment}.observe"] == "True" and overlay[f"{segment}.profile"] == "elastic"
+
+
+def test_large_scale_reaches_verl(tmp_path):
+    large, small = told(("--staleness", "1.5"), "overlay", tmp_path), told(("--scale", "small"), "overlay", tmp_path)
+    rollout = "actor_rollout_ref.rollout"
+    assert large["data.max_response_length"] == "8192" and small["data.max_response_length"] == "512"
+    assert int(large[f"{rollout}.max_model_len"]) == 8192 + int(large["data.max_prompt_length"])
+    assert large[f"{rollout}.max_num_batched_tokens"] == "8192" and large[f"{rollout}.max_num_seqs"] == "256"
+    assert large[f"{rollout}.segment.segment_length"] == "1024" and small[f"{rollout}.segment.segment_length"] == "64"
+    assert large["async_training.staleness_threshold"] == "1.5"
+    assert large["actor_rollout_ref.model.path"] == str(tmp_path / "model-large")
+    assert small["actor_rollout_ref.model.path"].endswith("bench/testbed/model")
+
+
+def test_unknown_arm(capsys):
+    with pytest.raises(SystemExit):
+        train.parse(["--arms", "plain,magic"])
+    assert "unknown arm 'magic'" in capsys.readouterr().err
+
+
+def test_data_is_whole_or_not_there(tmp_path, monkeypatch):
+    pytest.importorskip("pandas")
+    options = train.parse(["--scale", "large", "--prompts", "3", "--out", str(tmp_path)])
+    options.model.mkdir(parents=True)
+    (options.model / "config.json").write_text("{}")  # is there: not trained again
+    monkeypatch.setitem(train.SETTINGS, "large", train.Setting(1024, 2, 10, 32, 256, 8192, 5e-5))
+    data = train.prepare(options, [1, 2])
+    assert sorted(path.name for path in data[2].iterdir()) == ["train.parquet", "val.parquet"]
+    assert data[1] != data[2] and not list(tmp_path.glob("*.partial"))

@@ -1,0 +1,236 @@
+"""The report: every record named, every number with its origin, what is missing and what is simulated said."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from bench import ablation
+from esgrpo import cli
+from esgrpo.report import headline, load, policy_tables, sections, tables
+
+pytest.importorskip("matplotlib")
+MEASURES = {"effective tokens/s": 100.0, "decoded tokens/s": 200.0, "time to target, s": 30.0, "bubble rate": 0.5,
+            "held-out reward, last": 0.9, "length bias": 0.1}
+CURVES = {"evaluations": [[0.0, 0.4], [30.0, 0.8]], "running": [[5.0, 3.0], [15.0, 2.0]], "target": 0.5,
+          "bubble": [[5.0, 0.1, 0.2, 0.3, 0.0], [15.0, 0.2, 0.2, 0.3, 0.0]], "sampled": [[8, 3], [12, 2]],
+          "trained": [[8, 3]]}
+RUN = {
+    "kind": "run", "command": "python -m bench.engine", "commit": "abc1234", "device": "NVIDIA H100", "policy": "verl",
+    "scenario": "sync", "workload": "math", "seed": 1, "repeat": 0, "groups": 2, "members": 2, "cap": 64, "replicas": 2,
+    "capacity": 2, "makespan_s": 20.0, "s_per_update": 10.0, "tokens_per_s": 5.0, "decoded": 100, "trained": 80,
+    "waste": {"pruned": 20}, "bubble": {"rate": 0.3, "barrier": 0.1, "sync": 0.2}, "preemptions": 0,
+    "completion_s": {"p50": 1.0, "p90": 2.0, "p99": 3.0}, "update_times": [10.0, 20.0]}
+
+
+def ablation_record(directory, scale=2.0, seeds=(1, 2, 3)):
+    """Written by the ablation itself, so that its shape cannot drift away from the report's."""
+    found = {"off": {seed: {**MEASURES, "length bias": None} for seed in seeds},
+             "all": {seed: {key: scale * value for key, value in MEASURES.items()} for seed in seeds},
+             "C pruning": {seed: MEASURES for seed in seeds}, "keep": {seed: MEASURES for seed in seeds}}
+    curves = {arm: {seed: CURVES for seed in seeds} for arm in found}
+    options = SimpleNamespace(task="search", seeds=",".join(map(str, seeds)), budget=60.0, prompts=2048,
+                              cores=2, jobs=1, results=directory / "ablation_search.json")
+    ablation.report(found, curves, [], options)
+
+
+def engine_record(directory, runs):
+    directory.mkdir(exist_ok=True)
+    (directory / "engine.json").write_text("".join(json.dumps(run) + "\n" for run in runs))
+
+
+def pages(directory) -> tuple[str, str]:
+    assert cli.main(["report", str(directory), "--out", str(directory / "page.html")]) == 0
+    return (directory / "page.html").read_text(), (directory / "page.md").read_text()
+
+
+def test_headline_takes_ratios_within_a_seed_and_says_what_they_allow(tmp_path):
+    ablation_record(tmp_path)
+    record, = load.records(tmp_path)
+    rows = {row[0]: row for row in headline.table([record]).rows[1:]}
+    assert rows["training: effective tokens/s"][3:6] == ["2 [2, 2]", "3", "better"]
+    assert rows["training: time to target, s"][5] == "worse"  # twice the time
+    assert record.seeds == ("1", "2", "3") and record.commit and "cores" in record.device
+
+
+@pytest.mark.parametrize("ratios, less, said", [
+    ([1.1, 1.2, 1.3], False, "better"), ([1.1, 1.2, 1.3], True, "worse"), ([0.8, 0.9, 0.7], False, "worse"),
+    ([0.9, 1.2, 1.3], False, "undecided: the range holds 1"), ([1.0, 1.2, 1.3], False, "undecided: the range holds 1"),
+    ([9.0, 9.0], False, "none: fewer than 3 pairs"), ([], False, "none: fewer than 3 pairs")])
+def test_verdict(ratios, less, said):
+    assert headline.verdict(ratios, less) == said
+
+
+def test_a_target_that_an_arm_never_reaches_decides_nothing():
+    assert headline.verdict([2.0, 2.0, 2.0], of=4) == "none: no ratio in 1 of 4 pairs"
+    assert headline.verdict([2.0, 2.0, 2.0], of=3) == "better"
+
+
+def test_page_asks_the_network_for_nothing_and_is_the_same_twice(tmp_path, capsys):
+    ablation_record(tmp_path)
+    page, text = pages(tmp_path)
+    assert pages(tmp_path) == (page, text)
+    assert "<script" not in page and not re.search(r"(src|href)=\"(?!data:|#)", page) and "@import" not in page
+    pictures = [base64.b64decode(found).decode() for found in re.findall(r"svg\+xml;base64,([^\"]+)", page)]
+    assert len(pictures) == 5 and all("<svg" in picture for picture in pictures)
+    assert not any(re.search(r"href=\"(?!#)", picture) for picture in pictures)
+    for number, title in enumerate(("Ablation", "Reward over wall time", "Bubble over time", "Response lengths",
+                                    "Length bias"), 1):
+        assert f"Figure {number}. {title}" in page
+    assert "ablation_search.json" in text and "| off | 3 |" in text
+
+
+def test_every_number_has_its_origin_or_the_page_says_not_recorded(tmp_path):
+    (tmp_path / "old.json").write_text(json.dumps({"measures": {"off": {"1": MEASURES}, "all": {"1": MEASURES}}}))
+    record, = load.records(tmp_path)
+    assert record.provenance() == {"command": "not recorded", "commit": "not recorded", "seed": "1",
+                                   "device": "not recorded", "spread": "median [lowest, highest] over seeds"}
+    page, _ = pages(tmp_path)
+    assert "Not in the record: command, commit, device." in page and "Fewer than 3 seeds" in page
+
+
+def test_records_of_this_repository_are_all_understood(root):
+    found = load.records(root / "bench" / "results")
+    assert found and not sections.build(found).unknown
+
+
+@pytest.mark.parametrize("content, said", [
+    ('{"strange": [1], "other": {}}', "strange: list"), ("{", "no JSON"), ("[1, 2]", "a JSON list"), ("", "no JSON"),
+    ('{"measures": {"off": 3}}', "measures: dict"), ('{"runs": [{"policy": "verl"}]}', "taken for"),
+    ('{"points": [{"batch": 1}], "capacity": 1}', "KeyError")])
+def test_a_record_of_an_unknown_shape_is_named_not_skipped(tmp_path, content, said, capsys):
+    (tmp_path / "new.json").write_text(content)
+    page, text = pages(tmp_path)
+    assert "unknown shape: new.json" in capsys.readouterr().out
+    for out in (page, text):
+        assert "Not understood" in out and "new.json" in out
+        assert said in out
+
+
+def test_an_unknown_part_of_a_known_file_is_named(tmp_path):
+    parts = {"first": {"measures": {"off": {"1": MEASURES}}}, "second": {"what": "nobody knows"}}
+    (tmp_path / "parts.json").write_text(json.dumps(parts))
+    _, text = pages(tmp_path)
+    assert "### parts.json#first" in text and "- parts.json#second: " in text
+
+
+def test_what_was_not_run_is_listed(tmp_path):
+    ablation_record(tmp_path)
+    _, text = pages(tmp_path)
+    missing = text.partition("## Not run")[2].partition("## Sources")[0]
+    assert "bench.engine" in missing and "Training on GPUs" in missing and "Predicted against measured" in missing
+    assert "Ablation of the modules" not in missing and "Reward over wall time" not in missing
+
+
+def test_policies_are_compared_pair_by_pair_on_the_same_work_only(tmp_path):
+    runs = []
+    for repeat in range(3):
+        noise = 1 + repeat  # the machine gets slower; pairs of a repeat do not care
+        times = {"verl": 20.0, "seer": 12.0, "oracle": 8.0, "es-grpo": 10.0}
+        runs += [{**RUN, "repeat": repeat, "policy": policy, "s_per_update": noise * time,
+                  "makespan_s": 2 * noise * time} for policy, time in times.items()]
+        runs.append({**RUN, "repeat": repeat, "policy": "verl", "cap": 128, "s_per_update": 1.0})
+    engine_record(tmp_path, runs)
+    record, = load.records(tmp_path)
+    first, second = policy_tables.policies(record)
+    rows = {row[0]: dict(zip(first.rows[0], row, strict=True)) for row in first.rows[1:]}
+    assert list(rows) == ["oracle", "es-grpo", "seer", "verl"]  # fastest first; an oracle is no rival
+    assert rows["es-grpo"]["speed-up over verl"] == "2 [2, 2]"
+    assert rows["es-grpo"]["over best rival (seer)"] == "1.2 [1.2, 1.2]"
+    assert rows["es-grpo"]["bubble rate"] == "0.3 [0.3, 0.3]"  # the sum of causes, without their total
+    assert "cap 128" in second.title and len(second.rows) == 2
+    claims = [row for row in headline.table([record]).rows if row[0].startswith("makespan")]
+    assert [(row[2].split(":")[0], row[3], row[5]) for row in claims] == [
+        ("verl", "2 [2, 2] x faster", "better"), ("seer", "1.2 [1.2, 1.2] x faster", "better")]
+
+
+def test_tokens_that_do_not_reconcile_are_shouted(tmp_path):
+    engine_record(tmp_path, [RUN, {**RUN, "policy": "es-grpo", "decoded": 101}])
+    page, text = pages(tmp_path)
+    assert "1 runs do not reconcile" in page and "| NO |" in text
+    engine_record(tmp_path, [RUN])  # control
+    assert "do not reconcile" not in pages(tmp_path)[0]
+
+
+def test_simulated_numbers_are_labelled_wherever_they_stand(tmp_path):
+    own = {key: RUN[key] for key in ("makespan_s", "decoded", "trained", "waste", "bubble", "completion_s")}
+    setting = {key: RUN[key] for key in ("workload", "scenario", "groups", "members", "cap", "replicas", "seed")}
+    (tmp_path / "sim.json").write_text(json.dumps({"simulated": True, "device": "simulated: H100", "setting": setting,
+                                                   "policies": {"verl": own, "es-grpo": own}}))
+    engine_record(tmp_path, [RUN, {**RUN, "policy": "es-grpo"}])
+    page, text = pages(tmp_path)
+    kinds = {row[-1]: row[6] for row in headline.table(load.records(tmp_path)).rows[1:]}
+    assert kinds == {"engine.json": "measured", "sim.json": "simulated"}
+    assert "### sim.json (simulated)" in text and "### engine.json\n" in text
+    assert 'sim.json<span class="badge simulated">' in page
+
+
+def test_predicted_stands_beside_measured(tmp_path):
+    runs = [{"workload": "math", "policy": "verl", "cap": 64, "scenario": "sync", "measured_s": 10.0,
+             "predicted_s": predicted} for predicted in (10.5, 12.0)]
+    (tmp_path / "validation.json").write_text(json.dumps({"simulated": True, "tau": {}, "runs": runs}))
+    page, text = pages(tmp_path)
+    assert "| math, cap 64, scenario sync | verl | 0 | 10 | 10.5 | +5.0% |" in text and "+20.0%" in text
+    assert "1 of 2 lie within the grey band of 10%" in text and "Figure 1. Predicted (simulated)" in page
+
+
+def test_study_ranks_modules_and_says_where_there_is_no_gain(tmp_path):
+    def arm(mean, policy="es-grpo", **setting):
+        gain = {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
+        return {"policy": policy, "setting": setting, "updates": gain, "used": gain, "bubble": {"bubble_rate": 0.5},
+                "p99_s": 9.0}
+
+    module = {"name": "routing", "without": arm(1.2), "alone": arm(1.1), "brings": 0.1, "rank": "High"}
+    (tmp_path / "study.json").write_text(json.dumps({
+        "simulated": True, "device": "simulated: H100", "command": "python -m bench.sim.study", "commit": "abc",
+        "seeds": [1, 2, 3], "base": {}, "ranks": {"High": 0.1, "of": "updates/s"},
+        "modules": {"async": {"whole": arm(1.3), "none": arm(1.0), "A": module, "changes": [arm(1.3)]}},
+        "sweeps": {"cap": [arm(1.4, cap=4096), arm(0.9, cap=16384)]}, "steady": {"async": [arm(1.1, "seer")]},
+        "where_it_does_not_help": [{"setting": {"cap": 16384}, "updates": arm(0.9)["updates"]}]}))
+    record, = load.records(tmp_path)
+    assert record.kind == "study" and record.simulated
+    page, text = pages(tmp_path)
+    assert "| async | A routing | High | +0.100 | 1.3 [1.2, 1.4] | 1.2 [1.1, 1.3] | 1.1 [1, 1.2] |" in text
+    assert "**Steady: async**" in text and "| seer | base | 1.1 [1, 1.2] |" in text
+    assert "| cap 16384 | 0.9 [0.8, 1] |" in text and "rank High | simulated" in text
+    assert "What each module brings" in page and "Scaling" in page and "Scaling" not in text.partition("## Not run")[2]
+
+
+def test_runs_left_out_are_said(tmp_path):
+    engine_record(tmp_path, [RUN, {"kind": "left_out", "runs": [[1, "async", "seer"]], "why": "out of time"},
+                             {"kind": "summary", "against_verl": {}}])
+    record, = load.records(tmp_path)
+    assert record.notes == ("Left out, out of time: [[1, 'async', 'seer']]",)
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):
+    ablation_record(tmp_path)
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count(" | ") == 3 and error.startswith("esgrpo: report: ") and "pip install matplotlib" in error
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_other_commands_import_nothing_of_it(run_python, overlay):
+    ask = ("import sys; from esgrpo import cli; cli.parser(); "
+           "print([name for name in sys.modules if 'report' in name or 'plot' in name])")
+    assert run_python("-c", ask, path=(overlay,)).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--trace", "t.json")])
+def test_a_directory_without_records(tmp_path, capsys, arguments):
+    assert cli.main(["report", str(tmp_path), *arguments]) == 2
+    assert cli.main(["report", str(tmp_path / "none"), *arguments]) == 2
+    assert "nothing was written" in capsys.readouterr().err
+
+
+def test_numbers_say_how_many_runs_they_rest_on():
+    assert tables.spread([3000.0, None, 2000.0]) == "2,500 [2,000, 3,000] (2 of 3)"
+    assert tables.percent(-1e-9) == "0.00%"

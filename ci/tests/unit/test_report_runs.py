@@ -1,0 +1,146 @@
+"""Run directories in the report: curves and totals from their records, and requests as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from esgrpo import cli
+from esgrpo.report import runs, trace
+from esgrpo.report.trace import Moment, Stay
+
+NEEDED = {"M": {"name", "pid", "args"}, "X": {"name", "ts", "dur", "pid", "tid"},
+          "i": {"name", "ts", "pid", "tid", "s"}, "C": {"name", "ts", "pid", "args"}}  # of the trace event format
+
+
+def check_format(events: list[dict]) -> None:
+    """What the trace event format asks for, and that spans of one thread never overlap."""
+    spans: dict[tuple, list[tuple[float, float]]] = {}
+    for event in events:
+        assert NEEDED[event["ph"]] <= set(event), event
+        assert isinstance(event["pid"], int) and isinstance(event.get("tid", 0), int)
+        assert event.get("ts", 0) >= 0 and event.get("dur", 0) >= 0 and event.get("s", "p") in "gpt"
+        if event["ph"] == "X":
+            spans.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for mine in spans.values():
+        mine.sort()
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in zip(mine, mine[1:], strict=False))
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert set(spans) == named
+    assert {e["pid"] for e in events} == {e["pid"] for e in events if e["name"] == "process_name"}
+
+
+def response(group, member, started, ended, tokens, **changes):
+    return {"time": ended, "group": group, "member": member, "outcome": "finish", "rule": "", "tokens": tokens,
+            "attempts": 1, "reprefill": 0, "boundaries": 0, "spans": [[0, tokens]], "started": started, "ended": ended,
+            "score": 1.0, **changes}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Two groups of two: one trained, one not yet; one response pruned."""
+    rows = [response("a", 0, 100.0, 104.0, 8), response("a", 1, 100.0, 110.0, 64, outcome="prune", rule="repetition"),
+            response("b", 0, 101.0, 112.0, 16), response("b", 1, 104.0, 125.0, 32)]
+    window = {"capacity": 4, "steps": 1, "tokens": 60, "timeline": [], "outcomes": {}, "in_flight": 0, "kept": 0,
+              "kv_ages": [], "rollouter_paused": 0.0}
+    windows = [{**window, "time": 110.0, "start": 100.0, "seconds": 10.0, "used": 20.0, "sync": 4.0, "idle": 0.0,
+                "tail": 16.0, "version": 0},
+               {**window, "time": 130.0, "start": 110.0, "seconds": 20.0, "used": 40.0, "sync": 0.0, "idle": 40.0,
+                "tail": 0.0, "version": 1}]
+    records = {"responses": rows, "windows": windows, "trained": [
+        {**row, "time": 115.0, "trained": True, "pruned": row["outcome"] == "prune", "gradient": True}
+        for row in rows[:2]]}
+    (tmp_path / "esgrpo").mkdir()
+    for kind, found in records.items():
+        (tmp_path / "esgrpo" / f"{kind}-1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    return tmp_path
+
+
+def test_time_average_is_weighted_by_time():
+    steps = [(0.0, 2.0), (3.0, 4.0), (12.0, 0.0), (20.0, 0.0)]
+    assert runs.time_average(steps, 10.0) == [(5.0, pytest.approx(3.4)), (15.0, pytest.approx(0.8))]
+    assert runs.time_average(steps[:1], 10.0) == []
+
+
+def test_condensed_run(run_dir):
+    found = runs.condense(run_dir)
+    assert found["facts"]["responses"] == 4 and found["facts"]["pruned"] == 1
+    assert found["facts"]["tokens trained"] == 8 and found["facts"]["tokens pruned"] == 64
+    assert found["facts"]["bubble rate"] == pytest.approx(60 / 120)
+    assert found["curves"]["evaluations"] == [[15.0, 1.0]]  # the pruned row is not trained
+    assert found["curves"]["bubble"] == [[5.0, 0.0, 0.0, 0.4, 0.1], [15.0, 0.0, 0.5, 0.0, 0.0],
+                                         [25.0, 0.0, 0.5, 0.0, 0.0]]
+    assert found["curves"]["running"] == [[5.0, 2.0], [15.0, 2.0], [25.0, 2.0]]
+    assert found["curves"]["sampled"] == [[12, 1], [16, 1], [20, 1], [24, 1]]
+    assert found["curves"]["trained"] == [[12, 1]]
+
+
+def test_requests_of_several_replicas_add_up(run_dir):
+    window = json.loads((run_dir / "esgrpo" / "windows-1.jsonl").read_text().splitlines()[0])
+    (_, alone), = runs.by_version([window])
+    (_, both), = runs.by_version([window, window])
+    assert both["running"] == 2 * alone["running"] and both["tail"] == alone["tail"]
+
+
+def test_page_of_a_run_directory(run_dir):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["report", str(run_dir)]) == 0
+    text = (run_dir / "report.md").read_text()
+    assert "Totals by run" in text and "Bubble over time" in text and "Reward over wall time" in text
+    assert "Not in the record: command, commit, seed, device." in text
+
+
+def test_a_run_that_left_half_a_line_is_named(run_dir, tmp_path_factory):
+    pytest.importorskip("matplotlib")
+    both = tmp_path_factory.mktemp("runs")
+    shutil.copytree(run_dir, both / "whole")
+    shutil.copytree(run_dir, both / "killed")
+    with open(both / "killed" / "esgrpo" / "trained-1.jsonl", "a") as file:
+        file.write('{"time": 12')
+    assert cli.main(["report", str(both)]) == 0
+    text = (both / "report.md").read_text()
+    assert "|   | whole |" in text and "- killed: taken for 'run', but JSONDecodeError" in text
+
+
+def test_trace_of_a_run_directory(run_dir):
+    file = run_dir / "trace.json"
+    assert cli.main(["report", str(run_dir), "--trace", str(file)]) == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    check_format(events)
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == 4 and {event["cat"] for event in spans} == {"finish", "prune"}
+    assert [event["name"] for event in events if event["ph"] == "i"] == [
+        "weight sync after version 0", "weight sync after version 1", "prune a/1"]
+
+
+def test_trace_of_the_engine_benchmark(tmp_path):
+    attempts = [{"replica": 0, "submit": 0.0, "first": 1.0, "done": 0, "boundaries": [[2.0, 10]], "end": 3.0,
+                 "outcome": "yield", "decoded": 20},
+                {"replica": 1, "submit": 3.0, "first": 3.5, "done": 20, "boundaries": [], "end": 5.0,
+                 "outcome": "prune", "decoded": 4},
+                {"replica": 1, "submit": 6.0, "first": None, "done": 24, "boundaries": []}]  # the run was over
+    (tmp_path / "engine.traces").mkdir()
+    (tmp_path / "engine.traces" / "a.json").write_text(json.dumps(
+        [{"sample": 7, "group": 1, "member": 2, "tokens": 64, "attempts": attempts}]))
+    (tmp_path / "engine.json").write_text(json.dumps(
+        {"kind": "run", "policy": "es-grpo", "scenario": "sync", "repeat": 0, "trace": "engine.traces/a.json",
+         "update_times": [5.0]}) + "\n" + json.dumps({"kind": "summary"}) + "\n")
+    events = trace.events(*trace.collect(tmp_path))
+    check_format(events)
+    spans = [(e["ts"] / 1e6, e["dur"] / 1e6, e["args"].get("tokens_so_far")) for e in events if e["ph"] == "X"]
+    assert spans == [(0.0, 1.0, 0), (1.0, 1.0, 10), (2.0, 1.0, 20), (3.0, 0.5, 20), (3.5, 1.5, 24)]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "sync es-grpo #0 replica 0", "sync es-grpo #0 replica 1"}
+    assert sorted(e["name"] for e in events if e["ph"] == "i") == ["prune 1/2", "update 1", "update 1"]
+
+
+def test_a_slot_is_taken_again_as_soon_as_it_is_free():
+    stays = [Stay("p", "a", 0.0, 4.0, "finish"), Stay("p", "b", 1.0, 2.0, "finish"), Stay("p", "c", 2.0, 3.0, "finish"),
+             Stay("q", "d", 1.0, 2.0, "finish"), Stay("p", "e", 2.5, 2.5, "finish")]
+    assert trace.slots(stays) == [0, 1, 1, 0, 2]
+    check_format(trace.events(stays, [Moment("p", "sync", 0.5)]))
+    with pytest.raises(AssertionError):  # control: the check sees an overlap
+        check_format([{**event, "tid": 1} if event["ph"] == "X" else event
+                      for event in trace.events(stays, []) if event.get("args", {}).get("name") != "slot 1"])

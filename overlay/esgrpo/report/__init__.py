@@ -1,0 +1,47 @@
+"""`esgrpo report DIR`: everything that was measured, on one page; what was not, named.
+
+load.py reads records and says what each one is, runs.py condenses run directories, *tables.py and *figures.py turn
+records into tables and pictures, headline.py and sections.py put them in order, page.py writes HTML and Markdown,
+trace.py a Chrome trace. Only records are read (JSON, and JSON lines of run directories): nothing here measures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from esgrpo.errors import EsgrpoError
+
+DEFAULT_NAME = "report.html"
+
+
+def main(directory: str, out: str | None = None, trace: str | None = None) -> int:
+    """Writes the page and its Markdown twin, or only the trace; returns the exit code.
+
+    Raises EsgrpoError for a directory without records, and without matplotlib.
+    """
+    from esgrpo.report import load
+
+    root = Path(directory)
+    if not root.is_dir():
+        raise EsgrpoError("report", f"{root} is no directory", "a directory of result files or a run directory",
+                          "nothing was written", "give bench/results, or the run's trainer.default_local_dir")
+    if trace:
+        from esgrpo.report import trace as chrome
+
+        count = chrome.write(root, Path(trace))
+        print(f"esgrpo: {count} trace events in {trace}; open it in https://ui.perfetto.dev or chrome://tracing")
+        return 0
+    records = load.records(root)
+    if not records:
+        raise EsgrpoError("report", f"{root} has no *.json and is no run directory", "at least one record",
+                          "nothing was written", "run a benchmark with --results, or give a run directory")
+    from esgrpo.report import page, sections
+
+    path = Path(out) if out else root / DEFAULT_NAME
+    content = sections.build(records)
+    page.write(content, path)
+    unknown = [record.name for record in content.unknown]
+    odd = f", unknown shape: {', '.join(unknown)}" if unknown else ""
+    print(f"esgrpo: {path} and {path.with_suffix('.md').name}: {len(records)} records, "
+          f"{len(content.missing)} kinds of evidence not run{odd}")
+    return 0

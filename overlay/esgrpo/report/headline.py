@@ -1,0 +1,103 @@
+"""The first table of the page: one line per claim, ours beside what it is measured against, win or lose."""
+
+from __future__ import annotations
+
+from esgrpo.report.load import NOT_RECORDED, Record
+from esgrpo.report.policy_tables import best_rival, by_work, effective, makespan, pairs, speedups, titles
+from esgrpo.report.study import modules_of, ratio
+from esgrpo.report.tables import DASH, OURS, Table, baseline_of, interval, number, percent, ratios, spread
+
+HEAD = ["claim", "ours", "against", "ratio [range]", "runs", "verdict", "kind", "device", "record"]
+HEADLINES = {"effective tokens/s": False, "time to target, s": True, "samples to target": True,
+             "held-out reward, last": False}  # measure of training: is less better?
+MEASURED, SIMULATED = "measured", "simulated"
+ENOUGH = 3  # pairs below which nothing is claimed
+
+
+def verdict(found: list[float], less_is_better: bool = False, of: int = 0) -> str:
+    """What ratios of ours to theirs allow to say, of `of` pairs; a range that holds 1 decides nothing."""
+    if len(found) < of:
+        return f"none: no ratio in {of - len(found)} of {of} pairs"  # as when an arm never reaches the target
+    if len(found) < ENOUGH:
+        return f"none: fewer than {ENOUGH} pairs"
+    low, high = min(found), max(found)
+    if low <= 1 <= high:
+        return "undecided: the range holds 1"
+    return "better" if (low > 1) != less_is_better else "worse"
+
+
+def _where(record: Record) -> list[str]:
+    return [SIMULATED if record.simulated else MEASURED, record.device.partition(";")[0] or NOT_RECORDED, record.name]
+
+
+def _policies(record: Record) -> list[list[str]]:
+    rows = []
+    grouped = by_work(record.data["runs"])
+    names = titles(list(grouped))
+    for work, found in grouped.items():
+        ours = min((name for name in found if name.startswith(OURS)), key=lambda n: makespan(found[n]), default=None)
+        for other in dict.fromkeys((baseline_of(found), best_rival(found))):
+            if ours and other:
+                gains = speedups(found[ours], found[other])
+                rows.append([f"makespan per update, {names[work]}", f"{ours}: {number(makespan(found[ours]))} s",
+                             f"{other}: {number(makespan(found[other]))} s", spread(gains) + " x faster",
+                             str(len(gains)), verdict(gains), *_where(record)])
+                gains = pairs(found[ours], found[other], effective)
+                rows.append([f"trained tokens/s, {names[work]}", f"{ours}: {spread(map(effective, found[ours]))}",
+                             f"{other}: {spread(map(effective, found[other]))}", spread(gains), str(len(gains)),
+                             verdict(gains), *_where(record)])
+    return rows
+
+
+def _training(record: Record) -> list[list[str]]:
+    measures = {arm: seeds for arm, seeds in record.data["measures"].items() if seeds}
+    base = baseline_of(measures)
+    ours = "all" if "all" in measures else "overlay" if "overlay" in measures else None
+    if not base or not ours:
+        return []
+    rows = []
+    for key, less in HEADLINES.items():
+        found = ratios(measures, ours, key)
+        values = [spread([n.get(key) for n in measures[arm].values()]) for arm in (ours, base)]
+        if any(key in n for seeds in measures.values() for n in seeds.values()):
+            said = verdict(found, less, len(measures[ours].keys() & measures[base].keys()))
+            rows.append([f"training: {key}", f"{ours}: {values[0]}", f"{base}: {values[1]}", spread(found),
+                         str(len(found)), said, *_where(record)])
+    return rows
+
+
+def _scheduler(record: Record) -> list[list[str]]:
+    arms = record.data["async"]["arms"]
+    name = "boundaries" if "boundaries" in arms else next(iter(arms))
+    return [[f"cost of a scheduler step, {record.data['requests']} requests, async",
+             interval(arms[name]["own_microseconds_per_step"]) + " µs more",
+             interval(arms["plain"]["microseconds_per_step"]) + " µs plain",
+             interval(arms[name]["own_over_upstream"], percent) + " of a step",
+             str(record.data["rounds"]), "a cost", *_where(record)]]
+
+
+def _startup(record: Record) -> list[list[str]]:
+    return [["start of an interpreter, overlay off", interval(record.data["overhead_ms"]) + " ms more",
+             f"{record.data['baseline_ms']:.3g} ms plain", DASH, str(record.data["pairs"]), "a cost", *_where(record)]]
+
+
+def _study(record: Record) -> list[list[str]]:
+    rows = []
+    for place, modules in list(modules_of(record).items())[:1]:  # the first is the base case
+        for module, row in modules.items():
+            whole = record.data["modules"][place]["whole"]["updates"]
+            rows.append([f"module {module} {row['name']}, {place}: updates/s against verl", f"all: {ratio(whole)}",
+                         f"without it: {ratio(row['without']['updates'])}", f"{row['brings']:+.3f}",
+                         str(len(record.seeds)), f"rank {row['rank']}", *_where(record)])
+    return rows
+
+
+CLAIMS = {"engine": _policies, "ablation": _training, "scheduler cost": _scheduler, "start-up": _startup,
+          "study": _study,
+          "simulation": _policies}
+
+
+def table(records: list[Record]) -> Table:
+    """Measured before simulated; the order of CLAIMS."""
+    rows = [row for kind, claim in CLAIMS.items() for record in records if record.kind == kind for row in claim(record)]
+    return Table("Headline", [HEAD, *rows])

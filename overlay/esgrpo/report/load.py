@@ -1,0 +1,224 @@
+"""Reads result files and run directories: what kind of record each one is, and where its numbers come from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from esgrpo.report import runs
+
+SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # of a record with fields amiss
+NOT_RECORDED = "not recorded"
+NO_RESULTS = ("arm.json", "metrics.jsonl", "metrics-timed.jsonl")  # of a run directory, which is read as a whole
+SIMULATED = "simulated"
+RUN_NOTE = "Read from the records of the runs, first response to last; times are those of their machines."
+
+
+@dataclass(frozen=True)
+class Record:
+    """One file, or one part of a file. Texts are empty where the file does not say."""
+
+    name: str
+    kind: str
+    data: dict
+    command: str = ""
+    commit: str = ""
+    seeds: tuple[str, ...] = ()
+    device: str = ""
+    spread: str = ""
+    simulated: bool = False
+    notes: tuple[str, ...] = ()
+    folder: Path = Path()  # that paths in `data` are relative to
+
+    def provenance(self) -> dict[str, str]:
+        """What a reader needs to get the numbers again, and what is missing for it."""
+        facts = {"command": self.command, "commit": self.commit, "seed": ", ".join(self.seeds),
+                 "device": self.device, "spread": self.spread}
+        return {name: text or NOT_RECORDED for name, text in facts.items()}
+
+
+def unknown(record: Record, error: Exception) -> Record:
+    """The same record as one that was not understood, with the reason."""
+    reason = f"taken for {record.kind!r}, but {type(error).__name__}: {error}"
+    return replace(record, kind="unknown", notes=(*record.notes, reason))
+
+
+# First match wins. A kind is recognised by the fields that its tables need, never by the file's name.
+def _kind(data: dict) -> str:
+    def has(*names):
+        return all(name in data for name in names)
+
+    runs_ = data.get("runs")  # of policies
+    first = runs_[0] if isinstance(runs_, list) and runs_ and isinstance(runs_[0], dict) else {}
+    if has("difference", "table"):
+        return "comparison"
+    if has("measures") and isinstance(data["measures"], dict):
+        return "ablation"
+    if "predicted_s" in first:
+        return "validation"
+    if has("ranks", "base"):
+        return "study"
+    if "policy" in first:
+        return "simulation" if _is_simulated(data) else "engine"
+    if has("points", "capacity"):
+        return "tau"
+    if has("sync", "async", "requests"):
+        return "scheduler cost"
+    if has("overhead_ms", "control_ms"):
+        return "start-up"
+    if has("scenarios", "penalty"):
+        return "estimator bias"
+    arms = data.get("arms")
+    if isinstance(arms, dict) and arms:
+        if all("throughput_ratio_own" in arm for arm in arms.values()):
+            return "decode overhead"
+        if all("gradient" in arm and "gain" in arm for arm in arms.values()):
+            return "prompt sampling"
+    if has("command", "result"):
+        return "check"
+    return "unknown"
+
+
+def _is_simulated(data: dict) -> bool:
+    return SIMULATED in str(data.get("device", "")).lower() or bool(data.get(SIMULATED))
+
+
+OVER_SEEDS = "median [lowest, highest] over seeds"
+SPREADS = {
+    "ablation": OVER_SEEDS, "simulation": OVER_SEEDS, "prompt sampling": OVER_SEEDS,
+    "study": "mean [lowest, highest] over seeds", "estimator bias": "z of every seed",
+    "engine": "median [lowest, highest] over runs", "validation": "every run shown",
+    "comparison": "one run an arm", "check": "none: passes or fails",
+    "scheduler cost": "median [95 % bootstrap] over rounds", "decode overhead": "median [95 % bootstrap] over windows",
+    "start-up": "median [95 % bootstrap] over pairs", "tau": "median of three windows, spread in ms",
+}
+
+
+def _commit(data: dict, notes: Iterable[str]) -> str:
+    if data.get("commit"):
+        return str(data["commit"])
+    matches = (re.search(r"commit (\w+(?:-\w+)*)", note) for note in notes)
+    return next((found.group(1) for found in matches if found), "")
+
+
+def _device(data: dict, notes: list[str]) -> str:
+    device = data.get("device") or data.get("machine") or {"cpu": data.get("cpu"), "cores": data.get("cores")}
+    if isinstance(device, dict):
+        parts = [device.get("cpu") or device.get("name"), device.get("cores") and f"{device['cores']} cores"]
+        device = ", ".join(str(part) for part in parts if part)
+    return str(device or (SIMULATED if data.get(SIMULATED) else notes[1] if len(notes) > 1 else ""))
+
+
+def _seeds(data: dict) -> tuple[str, ...]:
+    found = data.get("seeds", data.get("seed"))
+    if found is None and isinstance(data.get("runs"), list):
+        found = {run["seed"] for run in data["runs"] if isinstance(run, dict) and "seed" in run}
+    if found is None and isinstance(data.get("measures"), dict):
+        found = {seed for arm in data["measures"].values() for seed in arm}
+    if found is None:
+        return ()
+    found = [found] if isinstance(found, int | str) else found
+    return tuple(sorted(map(str, found), key=lambda seed: (len(seed), seed)))
+
+
+def of(name: str, data: dict, outer: dict | None = None) -> list[Record]:
+    """The records in one file: the file itself, or its parts when only they have a known shape."""
+    data = _with_runs(_with_seed_level(data))
+    kind = _kind(data)
+    if kind == "unknown" and outer is None:
+        parts = [record for key, part in data.items() if isinstance(part, dict)
+                 for record in of(f"{name}#{key}", part, data)]
+        if any(part.kind != "unknown" for part in parts):
+            return parts
+    notes = [str(note) for note in data.get("notes", [])]
+    general = str((outer or {}).get("what") or data.get("what") or "")
+    facts = {**{key: outer[key] for key in ("device", "commit", "command") if outer and key in outer}, **data}
+    return [Record(name, kind, data, command=str(facts.get("command", "")), commit=_commit(facts, notes),
+                   seeds=_seeds(data), device=_device(facts, notes), spread=SPREADS.get(kind, ""),
+                   simulated=_is_simulated(facts) or kind in ("simulation", "study"),
+                   notes=tuple([*notes, *([general] if general else [])]))]
+
+
+def _with_seed_level(data: dict) -> dict:
+    """`measures` as arm -> seed -> numbers; a file with one seed may leave that level out."""
+    measures = data.get("measures")
+    if not isinstance(measures, dict) or not measures or "seed" not in data:
+        return data
+    if all(isinstance(value, dict) for arm in measures.values() for value in arm.values()):
+        return data
+    return {**data, "measures": {arm: {str(data["seed"]): numbers} for arm, numbers in measures.items()}}
+
+
+def _with_runs(data: dict) -> dict:
+    """The simulator's `setting` and `policies` as `runs`, the shape of the engine benchmark."""
+    if not isinstance(data.get("policies"), dict) or not isinstance(data.get("setting"), dict):
+        return data
+    return {**data, "runs": [{"policy": name, **data["setting"], **found} for name, found in data["policies"].items()]}
+
+
+def _joined(lines: list[dict]) -> list[dict]:
+    """Appended lines of the engine benchmark: all runs as one record, every tau(b) as its own."""
+    runs_ = [line for line in lines if "policy" in line]
+    others = [line for line in lines if "policy" not in line and line.get("kind") not in ("summary", "left_out")]
+    if not runs_:
+        return others
+    facts = {key: "; ".join(dict.fromkeys(str(line[key]) for line in runs_ if line.get(key)))
+             for key in ("command", "commit", "device")}
+    left = [f"Left out, {line.get('why', 'no reason given')}: {line['runs']}" for line in lines
+            if line.get("kind") == "left_out"]  # a summary line repeats what the runs say
+    return [{**facts, "runs": runs_, "notes": left}, *others]
+
+
+def _contents(path: Path) -> list[dict]:
+    """One object, or an object a line; what cannot be read says so in its notes."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        try:
+            lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError:
+            lines = []
+        if not lines:
+            return [{"notes": [f"no JSON: {error}"]}]
+        if all(isinstance(line, dict) for line in lines):
+            return _joined(lines)
+        data = lines
+    return [data if isinstance(data, dict) else {"notes": [f"a JSON {type(data).__name__}, not an object"]}]
+
+
+def records(root: Path) -> list[Record]:
+    """Every *.json and *.jsonl directly in `root`, and every run directory in it or it itself, in order of name."""
+    found = []
+    for path in sorted([*root.glob("*.json"), *root.glob("*.jsonl")]):
+        if path.name in NO_RESULTS:
+            continue
+        parts = _contents(path)
+        for number, data in enumerate(parts, 1):
+            name = path.name if len(parts) == 1 else f"{path.name}#{number}"
+            try:
+                found += [replace(record, folder=root) for record in of(name, data)]
+            except SHAPE_ERRORS as error:
+                found.append(unknown(Record(name, "unknown", data), error))
+    covered = {arm for record in found if record.kind == "comparison" for arm in record.data.get("curves", {})}
+    return found + _runs([path for path in runs.directories(root) if path.name not in covered])
+
+
+def _runs(run_dirs: list[Path]) -> list[Record]:
+    """Run directories side by side as one record, named as they are; one that cannot be read as one of its own."""
+    found, broken = {}, []
+    for path in run_dirs:
+        name = path.resolve().name
+        try:
+            found[name] = runs.condense(path)
+        except SHAPE_ERRORS as error:  # a killed run may leave half a line
+            broken.append(unknown(Record(name, "run", {}), error))
+    if not found:
+        return broken
+    commands = [f"{name}: {one['command']}" for name, one in found.items() if one["command"]]
+    seeds = {seed for one in found.values() for seed in one["seeds"]}
+    return [Record("run directories", "run", {"runs": found}, command="; ".join(commands), spread="one run each",
+                   seeds=tuple(sorted(seeds)), notes=(RUN_NOTE,)), *broken]

@@ -1,0 +1,152 @@
+"""Condenses the records of a run directory (RUN_DIR/esgrpo/*.jsonl) to curves and totals that a report can draw.
+
+bench/ stores the same curves in its result files, so that a picture of an old run needs no run directory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
+from esgrpo.hooks.verl.records import read
+
+CAUSES = ("paused", "starved", "tail", "sync")  # of the bubble rate of a training run
+BIN_S = 10.0
+BINS_PER_OCTAVE = 4  # of a histogram of lengths
+QUEUE_ORDER_MARGIN_S = 2.0  # between the end of a group's last response and its place in the queue
+DIGITS = 4
+
+
+def directories(root: Path) -> list[Path]:
+    """Run directories: `root` itself, or those directly in it."""
+    return [path for path in (root, *sorted(p for p in root.iterdir() if p.is_dir()))
+            if any((path / "esgrpo").glob("responses-*.jsonl"))]
+
+
+def time_average(timeline: list[tuple[float, float]], width: float = BIN_S) -> list[tuple[float, float]]:
+    """Time-weighted means of a step function, given as (second, value from then on), over bins of `width` seconds.
+
+    A point stands at the middle of its bin. The raw steps of two arms would cover one another.
+    """
+    sums: dict[int, float] = {}
+    spans: dict[int, float] = {}
+    for (start, value), (end, _) in zip(timeline, timeline[1:], strict=False):
+        while start < end:
+            bin_number = int(start // width)
+            piece = min(end, (bin_number + 1) * width) - start
+            sums[bin_number] = sums.get(bin_number, 0.0) + value * piece
+            spans[bin_number] = spans.get(bin_number, 0.0) + piece
+            start += piece
+            if piece <= 0:  # float rounding at a bin's edge
+                break
+    return [((number + 0.5) * width, sums[number] / spans[number]) for number in sorted(spans) if spans[number] > 0]
+
+
+def histogram(lengths: Iterable[int]) -> list[list[int]]:
+    """[bin, count] pairs; bin k holds lengths from 2^(k / BINS_PER_OCTAVE) tokens up to the next bin's."""
+    counts: dict[int, int] = {}
+    for length in lengths:
+        number = math.floor(BINS_PER_OCTAVE * math.log2(max(1, length)))
+        counts[number] = counts.get(number, 0) + 1
+    return [[number, counts[number]] for number in sorted(counts)]
+
+
+def by_version(windows: list[dict]) -> list[tuple[float, dict[str, float]]]:
+    """(start, causes of the bubble and mean decoding requests) per weight version, over all replicas.
+
+    The rollouter's pause is one number for all replicas, repeated in each window.
+    """
+    versions: dict[int, list[dict]] = {}
+    for window in windows:
+        versions.setdefault(window["version"], []).append(window)
+    found = []
+    for ws in versions.values():
+        running = sum(w["used"] / w["seconds"] for w in ws if w["seconds"] > 0)
+        found.append((min(w["start"] for w in ws), {**bubble(ws, ws[0]["rollouter_paused"]), "running": running}))
+    return sorted(found, key=lambda version: version[0])
+
+
+def curves(evaluations: list[tuple[float, float]], windows: list[dict], rows: list[dict], start: float,
+           target: float | None = None) -> dict:
+    """What a figure needs of one run; seconds since `start`. `rows` are responses with their fates."""
+    versions = by_version(windows)
+    end = (max((w["start"] + w["seconds"] for w in windows), default=start) - start, 0.0)
+    series = {name: time_average([(at - start, found[name]) for at, found in versions] + [end])
+              for name in (*CAUSES, "running")}
+    points = {"evaluations": evaluations, "running": series["running"],
+              "bubble": [[at, *[series[cause][i][1] for cause in CAUSES]]
+                         for i, (at, _) in enumerate(series["running"])]}
+    return {**{name: [[round(v, DIGITS) for v in point] for point in found if name == "evaluations" or point[0] >= 0]
+               for name, found in points.items()},
+            "target": target, "sampled": histogram(r["tokens"] for r in rows),
+            "trained": histogram(r["tokens"] for r in rows if r["trained"] and not r["pruned"])}
+
+
+def with_fates(run_dir: Path, since: float, until: float) -> list[dict]:
+    """Responses that ended in this time, each with what became of it so far."""
+    trained = {(r["group"], r["member"]): r for r in read(str(run_dir), "trained") if r["time"] <= until}
+    replaced = {row["group"] for sample in read(str(run_dir), "replaced") for row in sample["rows"]}
+    fates = {"trained": False, "gradient": False}
+    return [{**r, "pruned": r["outcome"] == "prune", "replaced": r["group"] in replaced, **fates,
+             **trained.get((r["group"], r["member"]), {})}
+            for r in read(str(run_dir), "responses") if since <= r["time"] <= until]
+
+
+def settled(rows: list[dict]) -> list[dict]:
+    """Rows whose fate is known. What still runs or queues when the budget ends is neither trained nor wasted.
+
+    The queue is first in, first out: a complete group that is not trained, although a later one is, was dropped.
+    """
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    size = max(map(len, groups.values()), default=0)
+    queued = {group: max(r["ended"] for r in members) for group, members in groups.items()}
+    last = max((queued[g] for g, members in groups.items() if any(r["trained"] for r in members)), default=0.0)
+    return [row for group, members in groups.items() for row in members
+            if row["trained"] or (len(members) == size and queued[group] < last - QUEUE_ORDER_MARGIN_S)]
+
+
+def training_reward(rows: list[dict], start: float) -> list[tuple[float, float]]:
+    """Mean score of trained responses per bin of the time at which they were trained."""
+    bins: dict[int, list[float]] = {}
+    for row in rows:
+        if row["trained"] and not row["pruned"]:
+            bins.setdefault(int((row["time"] - start) // BIN_S), []).append(row["score"])
+    return [((number + 0.5) * BIN_S, sum(scores) / len(scores)) for number, scores in sorted(bins.items())]
+
+
+def _arm(run_dir: Path) -> dict:
+    path = run_dir / "arm.json"  # written by bench/arm.py; another launcher writes none
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def condense(run_dir: Path) -> dict:
+    """Totals and curves of one run, from its first response on."""
+    arm = _arm(run_dir)
+    responses = read(str(run_dir), "responses")
+    start = min(r["started"] for r in responses)
+    rows = with_fates(run_dir, 0.0, math.inf)
+    windows = [w for w in read(str(run_dir), "windows") if w["start"] + w["seconds"] > start]
+    balance = token_balance(settled(rows))
+    seconds = max(r["time"] for r in responses) - start
+    rates = bubble(windows, sum({w["version"]: w["rollouter_paused"] for w in windows}.values()))
+    lengths = [r["tokens"] for r in responses]
+    overrides = arm.get("overrides", [])
+    hooks = run_dir / "esgrpo" / "hooks.json"
+    return {
+        "command": f"arm {arm['name']!r} of bench/arm.py, {len(overrides)} overrides in its arm.json" if arm else "",
+        "seeds": [o.partition("=")[2] for o in overrides if o.startswith("data.seed=")],
+        "hooks": json.loads(hooks.read_text(encoding="utf-8")) if hooks.exists() else [],
+        "curves": curves(training_reward(rows, start), windows, rows, start),
+        "facts": {
+            "seconds": seconds, "responses": len(rows), "pruned": sum(r["outcome"] == "prune" for r in rows),
+            "decoded tokens/s": sum(lengths) / seconds if seconds else 0.0,
+            "bubble rate": rates["bubble_rate"], **{f"bubble {cause}": rates[cause] for cause in CAUSES},
+            **{f"tokens {fate}": count for fate, count in balance.items()},
+            "length P50": quantile(lengths, 0.5), "length P99": quantile(lengths, 0.99),
+            "tail ratio": tail_ratio(r["ended"] - r["started"] for r in responses)},
+    }

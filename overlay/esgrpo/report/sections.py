@@ -1,0 +1,178 @@
+"""Puts records into the order of an evaluation: headline, evidence by kind, what was not run, where it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from esgrpo.report import headline, policy_figures, policy_tables, study, tables, training_figures
+from esgrpo.report.load import NOT_RECORDED, SHAPE_ERRORS, Record, unknown
+from esgrpo.report.plots import Figure
+from esgrpo.report.tables import Table
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one record says: caveats stand beside its numbers."""
+
+    record: Record
+    tables: list[Table]
+    figures: list[Figure]
+    caveats: list[str]
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    lead: str
+    blocks: list[Block]
+
+
+@dataclass(frozen=True)
+class Content:
+    headline: Table
+    sections: list[Section]
+    missing: list[list[str]]
+    unknown: list[Record]
+    sources: Table
+
+
+TABLES = {
+    "engine": policy_tables.policies, "simulation": policy_tables.policies, "tau": policy_tables.tau,
+    "study": study.study, "validation": policy_tables.validation,
+    "ablation": tables.ablation, "comparison": tables.comparison, "run": tables.run,
+    "prompt sampling": tables.prompt_sampling, "estimator bias": tables.estimator_bias,
+    "scheduler cost": tables.scheduler_cost, "decode overhead": tables.decode_overhead, "start-up": tables.startup,
+    "check": tables.check,
+}
+FIGURES = {
+    "engine": policy_figures.policies, "simulation": policy_figures.policies, "tau": policy_figures.tau,
+    "study": study.figures, "validation": policy_figures.validation,
+    "ablation": training_figures.training, "comparison": training_figures.training, "run": training_figures.training,
+}
+# title, kinds, lead
+ORDER = (
+    ("Rollout on real engines", ("engine", "tau"),
+     "The same target lengths are enforced for every policy, so that all decode the same work; nothing is timed before "
+     "warm-up."),
+    ("Training", ("ablation", "comparison", "run"),
+     "Whole runs of verl under the same command and the same wall-time budget; arms differ in switches."),
+    ("Simulation", ("validation", "study", "simulation", "prompt sampling", "estimator bias"),
+     "A virtual clock drives the overlay's own decision code. These numbers are simulated: what to expect, not what "
+     "was seen."),
+    ("What the overlay itself costs", ("scheduler cost", "decode overhead", "start-up"),
+     "Each against plain upstream in one process, with a control of plain against plain."),
+    ("Checks", ("check",), "Runs that pass or fail; no measurement of speed."),
+)
+# What a complete evaluation holds: name, is it there?, how to make it.
+EXPECTED = (
+    ("Makespan by policy on a real engine", lambda rs: _any(rs, "engine"), "python -m bench.engine --results FILE"),
+    ("Requests in the engines over time", lambda rs: any(policy_figures.has_trace(r) for r in rs if r.kind == "engine"),
+     "python -m bench.engine --results FILE (keep FILE's folder .traces beside it)"),
+    ("tau(b), time of a decode step", lambda rs: _any(rs, "tau"), "python -m bench.engine.tau --out FILE"),
+    ("Ablation of the modules in training", lambda rs: any(r.kind == "ablation" and len(_arms(r)) > 3 for r in rs),
+     "python -m bench.ablation --results FILE"),
+    ("Training on GPUs, three seeds or more", lambda rs: any(
+        r.kind == "ablation" and _on_gpu(r) and min(map(len, _arms(r).values()), default=0) > 2 for r in rs),
+     "ESGRPO_BENCH_DEVICE=cuda python -m bench.ablation --results FILE"),
+    ("Reward over wall time", lambda rs: any(training_figures.curves_of(r) for r in _training(rs)),
+     "python -m bench.ablation --results FILE (records with curves)"),
+    ("Bubble over time, by cause", lambda rs: any(training_figures.curves_of(r) for r in _training(rs)),
+     "python -m bench.ablation --results FILE (records with curves)"),
+    ("Length bias of pruning", lambda rs: any("length bias" in numbers for r in rs if r.kind == "ablation"
+                                              for seeds in _arms(r).values() for numbers in seeds.values()
+                                              if numbers.get("length bias") is not None),
+     "python -m bench.ablation --arms 'off,C pruning,all' --results FILE"),
+    ("Simulated policies", lambda rs: _any(rs, "simulation"), "python -m bench.sim --json"),
+    ("Scaling with replicas, concurrency and cap (simulated)", lambda rs: _any(rs, "study"),
+     "python -m bench.sim.study --out FILE"),
+    ("Predicted against measured makespan", lambda rs: _any(rs, "validation"),
+     "python -m bench.sim.validate ENGINE_RESULTS.json"),
+    ("Cost of a scheduler step", lambda rs: _any(rs, "scheduler cost"), "python -m bench.scheduler_cost"),
+    ("Decoding overhead", lambda rs: _any(rs, "decode overhead"), "python -m bench.decode_overhead"),
+    ("Start-up overhead", lambda rs: _any(rs, "start-up"), "python -m bench.startup --json FILE"),
+)
+FEW_SEEDS = 3
+BUSY = 1.0  # load average before a run, beside the run itself
+
+
+def _any(records, kind) -> bool:
+    return any(record.kind == kind for record in records)
+
+
+def _training(records) -> list[Record]:
+    return [record for record in records if record.kind in ("ablation", "comparison", "run")]
+
+
+def _arms(record: Record) -> dict[str, dict]:
+    return {arm: seeds for arm, seeds in record.data["measures"].items() if seeds}
+
+
+def _on_gpu(record: Record) -> bool:
+    return any(word in record.device for word in ("NVIDIA", "GPU", "Ascend"))
+
+
+def caveats(record: Record) -> list[str]:
+    """What a reader must know before quoting a number of this record."""
+    found = list(record.notes)
+    if record.kind == "ablation":
+        arms = _arms(record)
+        if min(map(len, arms.values()), default=0) < FEW_SEEDS:
+            found.append(f"Fewer than {FEW_SEEDS} seeds in some arm: a difference can be chance.")
+        if not training_figures.curves_of(record):
+            found.append("The record holds no curves: reward, bubble and lengths over time cannot be drawn.")
+    if record.kind in ("engine", "simulation"):
+        wrong = [one for one in record.data["runs"] if policy_tables.balance_error(one)]
+        if wrong:
+            found.append(f"{len(wrong)} runs do not reconcile (decoded != trained + waste): do not quote this record.")
+        if len(record.seeds) < FEW_SEEDS:
+            found.append(f"Fewer than {FEW_SEEDS} seeds of the workload"
+                         + (": repeats tell the noise of the machine only." if record.kind == "engine" else "."))
+        found.append("Settings: " + policy_tables.settings(record))
+    machine = record.data.get("machine")
+    load = machine["load"][0] if isinstance(machine, dict) else record.data.get("load_average_before")
+    if load is not None and load > BUSY:
+        found.append(f"The machine was busy (load average {load:.1f} before the run): wall times are noisy, own times "
+                     "and controls are the ones to read.")
+    lacking = [name for name, text in record.provenance().items() if text == NOT_RECORDED]
+    if lacking:
+        found.append("Not in the record: " + ", ".join(lacking) + ".")
+    return found
+
+
+def _sources(records: list[Record]) -> Table:
+    rows = [["record", "kind", "command", "commit", "seed", "device", "spread"]]
+    for record in records:
+        rows.append([record.name, record.kind + (" (simulated)" if record.simulated and record.kind != "simulation"
+                                                 else ""), *record.provenance().values()])
+    return Table("Where every number comes from", rows)
+
+
+def _understood(record: Record) -> Block | Record:
+    """What the record says, or the record as an unknown one when a field that its kind needs is amiss."""
+    if record.kind == "unknown":
+        return record
+    try:
+        headline.table([record])
+        figures = FIGURES[record.kind](record) if record.kind in FIGURES else []
+        return Block(record, TABLES[record.kind](record), figures, caveats(record))
+    except SHAPE_ERRORS as error:
+        return unknown(record, error)
+
+
+def build(records: list[Record]) -> Content:
+    parts = [_understood(record) for record in records]
+    blocks = [part for part in parts if isinstance(part, Block)]
+    known = [block.record for block in blocks]
+    sections = []
+    for title, kinds, lead in ORDER:
+        mine = [block for block in blocks if block.record.kind in kinds]
+        sections.append(Section(title, lead, sorted(mine, key=lambda block: kinds.index(block.record.kind))))
+    missing = [[name, command] for name, there, command in EXPECTED if not there(known)]
+    return Content(headline.table(known), sections, missing, [part for part in parts if isinstance(part, Record)],
+                   _sources(known))
+
+
+def shape_of(record: Record) -> str:
+    """Why a record was not understood, and its top-level fields, for its author to see."""
+    fields = [f"{key}: {type(value).__name__}" for key, value in record.data.items() if key != "notes"]
+    return "; ".join([*record.notes, *([", ".join(fields)] if fields else [])])

@@ -1,0 +1,171 @@
+"""Records to tables of text. A cell says how many runs it rests on; what a record lacks is a dash."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from esgrpo.report.load import Record
+
+BASELINES = ("verl", "off", "plain")
+OURS = "es-grpo"  # policies of the engine benchmark and the simulator that begin so are ours
+MAIN_MEASURES = ("effective tokens/s", "step time, s", "bubble rate", "time to target, s",
+                 "samples to target", "held-out reward, last",
+                 "tail ratio")
+DASH = "–"
+THOUSAND, TINY = 1000, 1e-9
+
+
+@dataclass(frozen=True)
+class Table:
+    """First row is the header. `folded`: on the page shown on request only."""
+
+    title: str
+    rows: list[list[str]]
+    folded: bool = False
+
+
+def number(value: float) -> str:
+    """Three digits, thousands in full."""
+    if abs(value) >= THOUSAND:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= TINY else "0"
+
+
+def spread(values: Iterable[float | None]) -> str:
+    """Median [lowest, highest]; says how many of the values are known when some are not."""
+    values = list(values)
+    known = sorted(v for v in values if v is not None)
+    if not known:
+        return "-"
+    text = number(statistics.median(known))
+    if len(known) > 1:
+        text += f" [{number(known[0])}, {number(known[-1])}]"
+    return text if len(known) == len(values) else f"{text} ({len(known)} of {len(values)})"
+
+
+def interval(found: dict, form=number) -> str:
+    """Median [low, high] of a measured quantity."""
+    return f"{form(found['median'])} [{form(found['low'])}, {form(found['high'])}]"
+
+
+def percent(share: float) -> str:
+    return f"{round(share, 4) + 0.0:.2%}"  # + 0.0: no minus in front of zero
+
+
+def near_one(ratio: float) -> str:
+    return f"{ratio:.4f}"
+
+
+def baseline_of(names: Iterable[str]) -> str | None:
+    return next((name for name in BASELINES if name in set(names)), None)
+
+
+def ratios(measures: dict[str, dict[str, dict]], arm: str, key: str) -> list[float]:
+    """Arm over baseline, each within a seed."""
+    base = measures.get(baseline_of(measures), {})
+    pairs = [(numbers.get(key), base[seed].get(key)) for seed, numbers in measures[arm].items() if seed in base]
+    return [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
+
+
+# --- training runs -------------------------------------------------------------------------------------------------
+
+def ablation(record: Record) -> list[Table]:
+    """Arms as rows with the measures that decide; every measure folded below."""
+    measures = {arm: seeds for arm, seeds in record.data["measures"].items() if seeds}
+    keys = list(dict.fromkeys(k for seeds in measures.values() for numbers in seeds.values() for k in numbers))
+    base = baseline_of(measures)
+    head = ["arm", "seeds", *([f"effective tokens/s, ratio to {base}"] if base else []),
+            *[key for key in MAIN_MEASURES if key in keys]]
+    rows = [[arm, str(len(seeds)), *([spread(ratios(measures, arm, "effective tokens/s"))] if base else []),
+             *[spread([numbers.get(key) for numbers in seeds.values()]) for key in MAIN_MEASURES if key in keys]]
+            for arm, seeds in measures.items()]
+    every = [["", *measures]] + [[key, *[spread([n.get(key) for n in seeds.values()]) for seeds in measures.values()]]
+                                 for key in keys]
+    tables = [Table("Training runs by arm", [head, *rows]), Table("Every measure", every, folded=True)]
+    missing = [arm for arm, seeds in record.data["measures"].items() if not seeds]
+    failures = [[arm, "no run came to its end"] for arm in missing] + [["", text] for text in
+                                                                       record.data.get("failed", [])]
+    return tables + ([Table("Failed runs", [["arm", "what happened"], *failures])] if failures else [])
+
+
+def comparison(record: Record) -> list[Table]:
+    return [Table("Plain and overlay, one run each", record.data["table"]),
+            Table("What differs between the arms", [["override"], *[[d] for d in record.data["difference"]]], True),
+            *hook_states(record.data.get("hooks", []))]
+
+
+def hook_states(reports: list[dict]) -> list[Table]:
+    """Hooks as rows, processes as columns."""
+    if not reports:
+        return []
+    states = [{hook["slug"]: hook["state"] for hook in report["hooks"]} for report in reports]
+    rows = [[slug, *[found.get(slug, DASH) for found in states]] for slug in states[0]]
+    return [Table("Hook states by process", [["hook", *[r["process"] for r in reports]], *rows], True)]
+
+
+def run(record: Record) -> list[Table]:
+    """Totals as rows, runs as columns; hook states by run."""
+    found = record.data["runs"]
+    facts = next(iter(found.values()))["facts"]
+    rows = [["", *found], *[[name, *[number(one["facts"][name]) for one in found.values()]] for name in facts]]
+    return [Table("Totals by run", rows)] + [Table(f"{table.title}: {name}", table.rows, True)
+                                             for name, one in found.items() for table in hook_states(one["hooks"])]
+
+
+# --- costs of the overlay itself -----------------------------------------------------------------------------------
+
+def scheduler_cost(record: Record) -> list[Table]:
+    rows = [["scheduler", "arm", "µs per step", "own µs per step", "own share of upstream's step"]]
+    for mode in ("sync", "async"):
+        for arm, found in record.data[mode]["arms"].items():
+            rows.append([record.data[mode]["class"], arm, interval(found["microseconds_per_step"]),
+                         interval(found["own_microseconds_per_step"]), interval(found["own_over_upstream"], percent)])
+    return [Table(f"Scheduler step with {record.data['requests']} running requests", rows)]
+
+
+def decode_overhead(record: Record) -> list[Table]:
+    rows = [["arm", "throughput ratio, own time", "ratio, wall", "tokens per wall second"]]
+    rows += [[arm, interval(found["throughput_ratio_own"], near_one),
+              interval(found["throughput_ratio_wall"], near_one),
+              interval(found["tokens_per_wall_second"])] for arm, found in record.data["arms"].items()]
+    return [Table("Decoding with the scheduler hook, no boundary acting (1 = plain)", rows)]
+
+
+def startup(record: Record) -> list[Table]:
+    data = record.data
+    rows = [["", "ms"], ["start of a plain interpreter", f"{data['baseline_ms']:.3g}"],
+            ["added by the overlay, switched off", interval(data["overhead_ms"])],
+            ["control: plain against plain", interval(data["control_ms"])]]
+    return [Table(f"Interpreter start, {data['pairs']} pairs", rows)]
+
+
+def check(record: Record) -> list[Table]:
+    also = [["also", str(record.data["also"])]] if "also" in record.data else []
+    return [Table("Checks that passed", [["command", "result"], [record.command, str(record.data["result"])], *also])]
+
+
+# --- decisions checked by simulation --------------------------------------------------------------------------------
+
+def prompt_sampling(record: Record) -> list[Table]:
+    measures = {"gradient": "groups with gradient", "gain": "mean p (1 - p)^2", "distinct": "prompts seen",
+                "most_often": "most often drawn"}
+
+    def rows_of(arms: dict) -> list[list[str]]:
+        return [[name, *[spread(found[key]["seeds"]) for key in measures]] for name, found in arms.items()]
+
+    head = list(measures.values())
+    tables = [Table("Which prompts are drawn", [["arm", *head], *rows_of(record.data["arms"])])]
+    tuning = record.data.get("rest_share")
+    return tables + ([Table(f"Rest of a drawn prompt, other seeds (in use: {tuning['in_use']})",
+                            [["share of the prompts", *head], *rows_of(tuning["tried"])], True)] if tuning else [])
+
+
+def estimator_bias(record: Record) -> list[Table]:
+    rows = [["scenario", "pruned", "estimator", "bias", "variance ratio", "z of every seed", "unbiased"]]
+    for scenario, found in record.data["scenarios"].items():
+        for name, one in found["estimators"].items():
+            rows.append([scenario, percent(found["pruned_share"]), name, percent(one["bias"]), number(one["variance"]),
+                         " ".join(f"{z:+.1f}" for z in one["z"]), "yes" if one["within_limit"] else "no"])
+    return [Table("Gradient under audited pruning against that of the whole group", rows)]

@@ -1,0 +1,165 @@
+"""Requests on replicas as a Chrome trace (JSON object format), for Perfetto or chrome://tracing.
+
+A replica is a process, a slot a thread: a request takes the lowest slot that is free. A span is what a request decoded
+on a replica between two decision points; weight syncs and prunes are instant events; running requests are a counter.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from esgrpo.errors import EsgrpoError
+from esgrpo.hooks.verl.records import read
+from esgrpo.report import load, runs
+
+US = 1e6  # the format counts microseconds
+REPLICAS_UNKNOWN = "all replicas (not told apart)"
+
+
+@dataclass(frozen=True)
+class Stay:
+    """One request on one replica; seconds. `cuts` are decision points inside it, (second, tokens so far)."""
+
+    process: str
+    name: str
+    start: float
+    end: float
+    outcome: str
+    cuts: tuple[tuple[float, int | None], ...] = ()
+    facts: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An instant event of a process."""
+
+    process: str
+    name: str
+    at: float
+
+
+def slots(stays: list[Stay]) -> list[int]:
+    """The lowest free slot of its process for every stay, in the order given; stays of one slot never overlap."""
+    free: dict[str, list[int]] = {}
+    busy: dict[str, list[tuple[float, int]]] = {}
+    found = [0] * len(stays)
+    for index in sorted(range(len(stays)), key=lambda i: (stays[i].start, stays[i].end)):
+        stay = stays[index]
+        mine, unused = busy.setdefault(stay.process, []), free.setdefault(stay.process, [])
+        while mine and mine[0][0] <= stay.start:
+            heapq.heappush(unused, heapq.heappop(mine)[1])
+        found[index] = heapq.heappop(unused) if unused else len(mine)
+        heapq.heappush(mine, (stay.end, found[index]))
+    return found
+
+
+def events(stays: list[Stay], moments: list[Moment]) -> list[dict]:
+    """The trace events; time 0 is the first of them."""
+    start = min([*(stay.start for stay in stays), *(moment.at for moment in moments)], default=0.0)
+    names = sorted({stay.process for stay in stays} | {moment.process for moment in moments})
+    pids = {name: number for number, name in enumerate(names, 1)}
+
+    def at(second: float) -> float:
+        return round((second - start) * US, 1)
+
+    found = [{"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+             for name, pid in pids.items()]
+    placed = list(zip(stays, slots(stays), strict=True))
+    found += [{"ph": "M", "name": "thread_name", "pid": pids[process], "tid": slot + 1,
+               "args": {"name": f"slot {slot}"}} for process, slot in sorted({(s.process, n) for s, n in placed})]
+    for stay, slot in placed:
+        inside = [(min(max(at_, stay.start), stay.end), tokens) for at_, tokens in stay.cuts]
+        edges = [(stay.start, None), *inside, (stay.end, stay.facts.get("tokens"))]
+        for number, ((begin, _), (end, tokens)) in enumerate(zip(edges, edges[1:], strict=False)):
+            facts = {**stay.facts, "segment": number, "tokens_so_far": tokens, "outcome": stay.outcome}
+            found.append({"ph": "X", "name": stay.name, "cat": stay.outcome, "pid": pids[stay.process],
+                          "tid": slot + 1, "ts": at(begin), "dur": max(0.0, round(at(end) - at(begin), 1)),
+                          "args": {key: value for key, value in facts.items() if value is not None}})
+    for moment in [*moments, *(Moment(s.process, f"prune {s.name}", s.end) for s in stays if s.outcome == "prune")]:
+        found.append({"ph": "i", "name": moment.name, "cat": "event", "ts": at(moment.at), "tid": 0,
+                      "pid": pids[moment.process], "s": "p"})
+    return found + _counters(stays, pids, at)
+
+
+def _counters(stays: list[Stay], pids: dict[str, int], at) -> list[dict]:
+    changes = sorted([(s.start, 1, s.process) for s in stays] + [(s.end, -1, s.process) for s in stays])
+    running = dict.fromkeys(pids, 0)
+    found = []
+    for second, step, process in changes:
+        running[process] += step
+        found.append({"ph": "C", "name": "running", "pid": pids[process], "ts": at(second),
+                      "args": {"requests": running[process]}})
+    return found
+
+
+def of_run_directory(run_dir: Path) -> tuple[list[Stay], list[Moment]]:
+    """Responses of a training run, from second 0 on. Its records do not name replicas; an interrupted response is one
+    span."""
+    process = f"{run_dir.resolve().name}: {REPLICAS_UNKNOWN}"
+    responses = read(str(run_dir), "responses")
+    zero = min(r["started"] for r in responses)
+    stays = [Stay(process, f"{r['group']}/{r['member']}", r["started"] - zero, r["ended"] - zero, r["outcome"],
+                  facts={"tokens": r["tokens"], "attempts": r["attempts"], "boundaries": r["boundaries"],
+                         "rule": r["rule"] or None, "versions": str(r["spans"])})
+             for r in responses]
+    ends: dict[int, float] = {}
+    for window in read(str(run_dir), "windows"):
+        end = window["start"] + window["seconds"]
+        ends[window["version"]] = max(end, ends.get(window["version"], -math.inf))
+    return stays, [Moment(process, f"weight sync after version {version}", end - zero)
+                   for version, end in ends.items() if end >= zero]
+
+
+def of_policy_run(one: dict, folder: Path) -> tuple[list[Stay], list[Moment]]:
+    """Requests of one run of the engine benchmark; nothing when its trace is not kept beside the record.
+
+    The first span of a request lasts until its first token: waiting and prefill.
+    """
+    file = folder / one["trace"]
+    if not file.is_file():
+        return [], []
+    label = f"{one['scenario']} {one['policy']} #{one.get('repeat', 0)}"
+    stays = []
+    for sample in json.loads(file.read_text(encoding="utf-8")):
+        for number, row in enumerate(sample["attempts"]):
+            if row.get("end") is None:
+                continue  # was running when the run was over
+            cuts = ([(row["first"], row["done"])] if row["first"] is not None else []) + row["boundaries"]
+            stays.append(Stay(f"{label} replica {row['replica']}", f"{sample['group']}/{sample['member']}",
+                              row["submit"], row["end"], row["outcome"], tuple((at, tokens) for at, tokens in cuts),
+                              {"tokens": row["done"] + row["decoded"], "target": sample["tokens"], "attempt": number}))
+    syncs = [Moment(process, f"update {number}", at) for process in sorted({stay.process for stay in stays})
+             for number, at in enumerate(one.get("update_times", ()), 1)]
+    return stays, syncs
+
+
+def collect(root: Path) -> tuple[list[Stay], list[Moment]]:
+    """All requests that the records of `root` know; several runs stand below one another, each from second 0."""
+    stays: list[Stay] = []
+    moments: list[Moment] = []
+    parts = [of_run_directory(run_dir) for run_dir in runs.directories(root)]
+    parts += [of_policy_run(one, record.folder) for record in load.records(root) if record.kind == "engine"
+              for one in record.data["runs"] if one.get("trace")]
+    for more_stays, more_moments in parts:
+        stays += more_stays
+        moments += more_moments
+    return stays, moments
+
+
+def write(root: Path, path: Path) -> int:
+    """Writes the trace of all records under `root`; returns the number of events.
+
+    Raises EsgrpoError when no record has requests.
+    """
+    stays, moments = collect(root)
+    if not stays:
+        raise EsgrpoError("report --trace", f"no record in {root} has requests", "a run directory, or engine results "
+                          "with traces", "nothing was written", "give a run directory (trainer.default_local_dir)")
+    found = events(stays, moments)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}), encoding="utf-8")
+    return len(found)
