@@ -41,7 +41,8 @@ def test_each_module_is_one_switch_away_from_the_arm_before():
 def test_replicas_reach_the_command(replicas, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(ablation, "prepare_data", lambda *_: None)
-    monkeypatch.setattr(ablation, "measures", lambda run_dir: {"effective tokens/s": 1.0, "decoded tokens/s": 1.0})
+    monkeypatch.setattr(ablation.compare, "load", lambda _run_dir: argparse.Namespace(curves={}))
+    monkeypatch.setattr(ablation, "measures", lambda *_: {"effective tokens/s": 1.0, "decoded tokens/s": 1.0})
     monkeypatch.setattr(ablation.arm, "run", lambda _name, overrides, run_dir, *_args, **_kwargs: started.append(
         (overrides, run_dir.name)))
     assert ablation.main(["--arms", "off", "--seeds", "1", "--replicas", str(replicas), "--out", str(tmp_path)]) == 0
