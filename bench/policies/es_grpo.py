@@ -1,7 +1,7 @@
 """ES-GRPO, by the decisions of overlay/esgrpo/algo: the same classes that the hooks drive.
 
 Modules, each can be left out: A routing (longest forecast first, replicas kept for the tail), B keep (requests survive
-a weight sync with their KV cache), C pruning (the resolved rule under its audit), D elastic segments (a group that is
+a weight sync with their KV cache; under sync, too, what makes carry-over possible: verl's colocate_async), C pruning (the resolved rule under its audit), D elastic segments (a group that is
 all but finished is told to look soon; its rest joins the tail class and may move to a tail replica at that boundary).
 
 Soft boundaries that decide nothing are not events here: they cost the engine nothing (bench.scheduler_cost). One audit
@@ -11,13 +11,15 @@ for all groups, as with one agent-loop worker. The rules for loops are not simul
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
-from bench.policies import ABORT, ASYNC, KEEP, SYNC, Action, Continue, Load, Policy, Prune, Tell, Yield
+from bench.policies import ABORT, ASYNC, KEEP, SYNC, Action, Continue, EndStep, Load, Policy, Prune, Tell, Yield
 from bench.workload import Group, Sample
 from esgrpo import config
 from esgrpo.algo import elastic
 from esgrpo.algo.audit import Audit
+from esgrpo.algo.carry_over import CarryOver, Waiting
 from esgrpo.algo.group_pruning import Finished, GroupPruner
 from esgrpo.algo.grouping import FINISHED, PRUNED, RUNNING, GroupCoordinator
 from esgrpo.algo.history import PromptHistory
@@ -51,10 +53,15 @@ class Open:
 class EsGrpo(Policy):
     """As the hooks do it: groups are ordered, submitted whole, and queue in the engines.
 
-    Under sync all of a step go at once, longest first; under async as many are open as verl's rollouter allows.
+    Under async as many are open as verl's rollouter allows. Under sync all that is visible goes at once, longest first,
+    and, with module B, more than an update's (`over` times as many, as verl's num_warmup_batches adds them). An update
+    takes the oldest whole groups; the others decode on. As verl's replay buffer does with max_off_policy_strategy=wait,
+    a group that is `bound` versions old when it is unfinished is waited for. What is trained is held to the rules by
+    the class that holds verl to them (algo.carry_over).
     """
 
     name = "es-grpo"
+    carries, over, bound = True, 2.0, 2
     modules = ROUTING + KEPT + ELASTIC
     overrides: dict = {}  # of the elastic profile
     holds = False  # requests wait in the queue for a free place, not in an engine
@@ -77,6 +84,11 @@ class EsGrpo(Policy):
         self.news: dict[int, None] = {}  # groups in which a member ended since the last `next`
         self.moving: list[tuple[Member, int]] = []  # handed back, with their tokens
         self.in_flight = self.tails = self.version = 0
+        self.carried: CarryOver | None = None
+        self.born: dict[int, int] = {}  # version in which a group that is not trained began
+        if limits.scenario == SYNC and KEPT in self.has and self.carries:
+            self.carried = CarryOver(None if self.bound is None else self.bound + 1, drops=False)
+            self.fresh = self.wanted()
 
     def new_pruner(self) -> GroupPruner:
         audit = Audit(self.settings.prune.audit, random.Random(self.rng.random()))
@@ -97,6 +109,10 @@ class EsGrpo(Policy):
         if self.limits.scenario == SYNC:
             return self.fresh
         return max(0, self.limits.concurrent - len(self.queue))
+
+    def wanted(self) -> int:
+        """Fresh groups so that `over` times as many as an update needs are open or whole."""
+        return max(0, round(self.over * self.limits.groups) - len(self.born) - len(self.queue))
 
     def admit(self, groups) -> None:
         self.fresh -= len(groups)
@@ -122,6 +138,7 @@ class EsGrpo(Policy):
 
     def begin_group(self, group: Group) -> list[Action]:
         self.begin(group)
+        self.born[group.index] = self.version
         forecast, size = self.history.forecast(str(group.prompt)), self.limits.members
         entry = self.open[group.index] = Open(group, forecast, elastic.Segments(self.settings.segment_length, False))
         name = str(group.index)
@@ -244,6 +261,25 @@ class EsGrpo(Policy):
                 actions.append(Tell(member.sample, next_multiple(done, entry.told.length) - done))
         return actions
 
+    # updates
+
+    def step_is_over(self) -> bool:
+        late = self.carried is not None and self.bound is not None and any(
+            self.version - self.born[index] >= self.bound for index in self.open)
+        return super().step_is_over() and not late
+
+    def end_step(self) -> EndStep:
+        """Train the oldest whole groups, account for what is carried, and want so many fresh ones that `over` holds."""
+        if self.carried is None:
+            return super().end_step()
+        self.whole = deque(sorted(self.whole, key=self.born.__getitem__))  # equally old ones as they became whole
+        action = super().end_step()
+        trained = {str(index): self.born.pop(index) for index in action.groups}
+        self.carried.settle(self.version, trained, {str(index): Waiting(born, index not in self.open)
+                                                    for index, born in self.born.items()})
+        self.fresh = self.wanted()
+        return action
+
     def weights_changed(self, now: float) -> None:
         self.version += 1
 
@@ -256,10 +292,12 @@ class Pruning(EsGrpo):
 
 
 class Complementary(EsGrpo):
-    """The order that the hooks use under verl's barrier trainers: longest first and shortest first, step by step."""
+    """The order that the hooks use under verl's barrier trainers: longest first and shortest first, step by step; every
+    step waits for all that it began."""
 
     name = "es-grpo-alternate"
     scenarios = (SYNC,)
+    carries = False
 
     def __init__(self, limits, rng):
         super().__init__(limits, rng)
@@ -275,18 +313,26 @@ class Complementary(EsGrpo):
 # What the study asks about; part of a policy's name.
 CHANGES = {"hold": {"holds": True},
            "no-tail": {"overrides": {"routing": {"tail_share": 0.0}}},
+           "barrier": {"carries": False},
+           "unbounded": {"bound": None},
+           **{f"bound-{versions}": {"bound": versions} for versions in range(1, 9)},
+           **{f"over-{factor}": {"over": factor} for factor in (1.25, 1.5, 3.0)},
            "few-tails": {"overrides": {"routing": {"tail_quantile": 0.95}}},
            "loose": {"overrides": {"prune": {"resolved": {"enable": True, "null_prob": 0.3}, "audit": {
                "enable": True, "max_false_rate": 0.2, "max_fraction": 0.75}}}}}  # candidates, and pruned ones, abound
 
 
 def variant(name: str) -> type[EsGrpo]:
-    """ES-GRPO with some modules, and perhaps a change: "AB" or "ABD+no-tail". Raises KeyError for what is unknown."""
-    modules, _, change = name.partition("+")
-    if set(modules) - set(Pruning.modules) or (change and change not in CHANGES):
-        raise KeyError(f"{name}: wanted modules of {Pruning.modules} and a change of {', '.join(CHANGES)}")
-    changed = CHANGES[change] if change else {}
-    return type("Variant", (EsGrpo,), {"name": f"{EsGrpo.name}/{name}", "modules": modules, **changed})
+    """ES-GRPO with some modules, and perhaps changes: "AB" or "ABD+no-tail+bound-1". Raises KeyError for what is
+    unknown."""
+    modules, *changes = name.split("+")
+    if set(modules) - set(Pruning.modules) or set(changes) - set(CHANGES):
+        raise KeyError(f"{name}: wanted modules of {Pruning.modules} and changes of {', '.join(CHANGES)}")
+    changed: dict = {}
+    for change in changes:
+        changed.update(CHANGES[change])
+    return type("Variant", (EsGrpo,), {"name": f"{EsGrpo.name}/{name}", "modules": modules, **changed,
+                                       "carries": KEPT in modules and changed.get("carries", True)})
 
 
 POLICIES = (EsGrpo, Pruning, Complementary)

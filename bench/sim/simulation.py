@@ -309,6 +309,7 @@ class Simulation:
 
     def _new_version(self) -> None:
         """The staleness bound opens anew: what is begun and not trained counts against it, as in verl's rollouter."""
+        self.ledger.version = len(self.update_times)
         if self.limits.scenario == ASYNC:
             if self._blocked_since is not None:
                 self.paused_s += self.now - self._blocked_since
