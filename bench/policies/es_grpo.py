@@ -1,6 +1,6 @@
 """ES-GRPO, by the decisions of overlay/esgrpo/algo: the same classes that the hooks drive.
 
-Modules, each can be left out: A routing (longest forecast first, replicas kept for the tail), B keep (requests survive
+Modules, each can be left out: A routing (longest forecast first, and perhaps replicas kept for the tail), B keep (requests survive
 a weight sync with their KV cache; under sync, too, what makes carry-over possible: verl's colocate_async), C pruning (the resolved rule under its audit), D elastic segments (a group that is
 all but finished is told to look soon; its rest joins the tail class and may move to a tail replica at that boundary).
 
@@ -61,21 +61,23 @@ class EsGrpo(Policy):
     """
 
     name = "es-grpo"
-    carries, over, bound = True, 2.0, 2
+    carries, over, bound = True, 2.0, 5
     modules = ROUTING + KEPT + ELASTIC
     overrides: dict = {}  # of the elastic profile
     holds = False  # requests wait in the queue for a free place, not in an engine
+    alternates = False  # sync: longest first and shortest first, step by step
+    keeps = True  # what is carried stays in its engine; a colocated trainer needs the memory: abort and resume
 
     def __init__(self, limits, rng):
         super().__init__(limits, rng)
         self.settings = config.parse({"profile": "elastic", **self.overrides})
         self.has = frozenset(self.modules)
-        self.sync = KEEP if KEPT in self.has else ABORT
+        self.sync = KEEP if KEPT in self.has and self.keeps else ABORT
         routing = self.settings.routing
         self.history = PromptHistory(self.settings.history, routing, budget=limits.cap)
         # a barrier waits for all: nobody starves there, and the hooks sort the whole step
         ageing = routing.ageing if limits.scenario == ASYNC else limits.groups
-        self.queue = PromptQueue(ageing, by_length=ROUTING in self.has)
+        self.queue = PromptQueue(ageing, by_length=ROUTING in self.has and not self.alternates)
         self.now = 0.0
         self.share = TailShare(routing.tail_share if ROUTING in self.has else 0.0, lambda: self.now)
         self.coordinator = GroupCoordinator()
@@ -116,8 +118,11 @@ class EsGrpo(Policy):
 
     def admit(self, groups) -> None:
         self.fresh -= len(groups)
+        lengths = {group.index: self.history.forecast(str(group.prompt))["tokens"] for group in groups}
+        if self.alternates:
+            groups = alternate(self.version, groups, list(lengths.values()))
         for group in groups:
-            self.queue.push(group, self.history.forecast(str(group.prompt))["tokens"])
+            self.queue.push(group, lengths[group.index])
 
     # placement
 
@@ -148,7 +153,7 @@ class EsGrpo(Policy):
         actions: list[Action] = []
         for sample in group.samples[:size]:
             self.coordinator.join(name, size, sample.member)
-            member = Member(sample, -1, length, length != TAIL and self.limits.replicas > 1 and ROUTING in self.has)
+            member = Member(sample, -1, length, length != TAIL and self.limits.replicas > 1 and self.share.largest > 0)
             entry.running[sample.member] = member
             actions.append(self.start(member, 0))
         return actions
@@ -297,27 +302,19 @@ class Complementary(EsGrpo):
 
     name = "es-grpo-alternate"
     scenarios = (SYNC,)
-    carries = False
-
-    def __init__(self, limits, rng):
-        super().__init__(limits, rng)
-        self.queue = PromptQueue(self.settings.routing.ageing, by_length=False)
-
-    def admit(self, groups) -> None:
-        self.fresh -= len(groups)
-        lengths = [self.history.forecast(str(group.prompt))["tokens"] for group in groups]
-        for group in alternate(self.version, groups, lengths):
-            self.queue.push(group, 0.0)
+    carries, alternates = False, True
 
 
 # What the study asks about; part of a policy's name.
 CHANGES = {"hold": {"holds": True},
-           "no-tail": {"overrides": {"routing": {"tail_share": 0.0}}},
+           "tails": {"overrides": {"routing": {"tail_share": 0.25}}},
            "barrier": {"carries": False},
+           "alternate": {"alternates": True},
+           "abort": {"keeps": False},
            "unbounded": {"bound": None},
            **{f"bound-{versions}": {"bound": versions} for versions in range(1, 9)},
            **{f"over-{factor}": {"over": factor} for factor in (1.25, 1.5, 3.0)},
-           "few-tails": {"overrides": {"routing": {"tail_quantile": 0.95}}},
+           "few-tails": {"overrides": {"routing": {"tail_share": 0.25, "tail_quantile": 0.95}}},
            "loose": {"overrides": {"prune": {"resolved": {"enable": True, "null_prob": 0.3}, "audit": {
                "enable": True, "max_false_rate": 0.2, "max_fraction": 0.75}}}}}  # candidates, and pruned ones, abound
 

@@ -24,12 +24,12 @@ BASE = Setting(replicas=4, groups=64, updates=6)
 SMALL = {"replicas": 2, "groups": 4, "members": 4, "cap": 128, "scale": 0.02, "updates": 2, "sequences": 8}
 BASELINE, WHOLE, PLAIN = "verl", "es-grpo/ABCD", "es-grpo/"
 MODULES = {"A": "routing", "B": "segments and kept requests", "C": "audited pruning", "D": "elastic segments"}
-CHANGES = ("es-grpo/ABD", "es-grpo/ABD+no-tail", "es-grpo/ABD+few-tails", "es-grpo/ABD+hold")
+CHANGES = ("es-grpo/ABD", "es-grpo/ABD+tails", "es-grpo/ABD+few-tails", "es-grpo/ABD+hold")
 HIGH, MEDIUM = 0.10, 0.03  # a module that brings as much of verl's updates per second ranks High, or Medium
 NO_HELP = 1.01  # below this ratio a setting is listed as one where ES-GRPO does not help
 STEADY = 24  # updates after which the end of a run hardly counts
 SCARCE = 300_000  # KV tokens of a replica: about a third of what its 256 requests grow to
-SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/ABD+no-tail")}  # april: the best rival there
+SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/ABD+tails")}  # april: the best rival there
 SWEEPS: dict[str, list[dict]] = {
     "concurrency (groups of an update)": [{"groups": groups} for groups in (16, 64, 256)],
     "cap": [{"cap": cap} for cap in (4096, 16384, 32768)],
