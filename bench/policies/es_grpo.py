@@ -1,8 +1,9 @@
 """ES-GRPO, by the decisions of overlay/esgrpo/algo: the same classes that the hooks drive.
 
-Modules, each can be left out: A routing (longest forecast first, and perhaps replicas kept for the tail), B keep (requests survive
-a weight sync with their KV cache; under sync, too, what makes carry-over possible: verl's colocate_async), C pruning (the resolved rule under its audit), D elastic segments (a group that is
-all but finished is told to look soon; its rest joins the tail class and may move to a tail replica at that boundary).
+Modules, each can be left out: A routing (longest forecast first, and perhaps replicas kept for the tail), B keep
+(requests survive a weight sync with their KV cache; under sync, too, so that groups can be carried over), C pruning
+(the resolved rule under its audit), D elastic segments (a group that is all but finished is told to look soon; its rest
+joins the tail class and may move to a tail replica at that boundary).
 
 Soft boundaries that decide nothing are not events here: they cost the engine nothing (bench.scheduler_cost). One audit
 for all groups, as with one agent-loop worker. The rules for loops are not simulated: no tokens, no loops.
@@ -61,7 +62,7 @@ class EsGrpo(Policy):
     """
 
     name = "es-grpo"
-    carries, over, bound = True, 2.0, 5
+    carries, over, bound = True, 2.0, 7  # versions beyond the first: verl's max_off_policy_threshold is 8 by default
     modules = ROUTING + KEPT + ELASTIC
     overrides: dict = {}  # of the elastic profile
     holds = False  # requests wait in the queue for a free place, not in an engine
@@ -273,11 +274,15 @@ class EsGrpo(Policy):
             self.version - self.born[index] >= self.bound for index in self.open)
         return super().step_is_over() and not late
 
+    def oldest_first(self) -> list[int]:
+        """Whole groups in the order of training: equally old ones as they became whole."""
+        return sorted(self.whole, key=self.born.__getitem__)
+
     def end_step(self) -> EndStep:
         """Train the oldest whole groups, account for what is carried, and want so many fresh ones that `over` holds."""
         if self.carried is None:
             return super().end_step()
-        self.whole = deque(sorted(self.whole, key=self.born.__getitem__))  # equally old ones as they became whole
+        self.whole = deque(self.oldest_first())
         action = super().end_step()
         trained = {str(index): self.born.pop(index) for index in action.groups}
         self.carried.settle(self.version, trained, {str(index): Waiting(born, index not in self.open)

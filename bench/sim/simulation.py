@@ -88,6 +88,7 @@ class Simulation:
             self._decide()
             if self._over:
                 break
+            self._consume()  # what the policy pruned may have completed the last group
             time, _, what, stamp = self._next_event()
             self.now = max(self.now, time)
             if what == RESUMED:
