@@ -57,8 +57,9 @@ class EsGrpo(Policy):
     Under async as many are open as verl's rollouter allows. Under sync all that is visible goes at once, longest first,
     and, with module B, more than an update's (`over` times as many, as verl's num_warmup_batches adds them). An update
     takes the oldest whole groups; the others decode on. As verl's replay buffer does with max_off_policy_strategy=wait,
-    a group that is `bound` versions old when it is unfinished is waited for. What is trained is held to the rules by
-    the class that holds verl to them (algo.carry_over).
+    an unfinished group that is `bound` versions old is waited for, never dropped. What is trained is held to the rules
+    by the class that holds verl to them (algo.carry_over). What is carried stays in its engine, which takes standalone
+    replicas; under a colocated trainer it is aborted and resumed ("es-grpo/ABD+abort").
     """
 
     name = "es-grpo"
@@ -67,7 +68,7 @@ class EsGrpo(Policy):
     overrides: dict = {}  # of the elastic profile
     holds = False  # requests wait in the queue for a free place, not in an engine
     alternates = False  # sync: longest first and shortest first, step by step
-    keeps = True  # what is carried stays in its engine; a colocated trainer needs the memory: abort and resume
+    keeps = True  # with module B
 
     def __init__(self, limits, rng):
         super().__init__(limits, rng)

@@ -32,6 +32,7 @@ STEADY = 24  # updates after which the end of a run hardly counts
 BARRIER = ("verl", "static", "april/1.5", "april", "april/3", "rollpacker", "es-grpo", *(
     f"es-grpo/ABD+{change}" for change in ("barrier", "bound-1", "bound-2", "bound-4", "unbounded",
                                            "over-3.0+unbounded", "abort", "tails")))
+FREE = 1e9  # prefilled tokens per second: nothing is lost by an abort but its sleep
 SCARCE = 300_000  # KV tokens of a replica: about a third of what its 256 requests grow to
 SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/ABD+tails")}  # april: the best rival there
 SWEEPS: dict[str, list[dict]] = {
@@ -55,7 +56,7 @@ class Runs:
         self._baselines: dict = {}
 
     def _run(self, name: str, changes: dict, seed: int) -> dict:
-        machine = {key: changes[key] for key in ("kv_tokens", "weight_sync") if key in changes}
+        machine = {key: changes[key] for key in ("kv_tokens", "weight_sync", "prefill_rate") if key in changes}
         setting = {**{key: value for key, value in changes.items() if key not in machine}, **self.changes, "seed": seed}
         self.done += 1
         if sys.stderr.isatty():
@@ -129,10 +130,11 @@ def compared(runs: Runs) -> dict:
 
 def carried(runs: Runs) -> dict:
     """Under a barrier in a long run: what carrying over brings, and how stale it makes the updates."""
-    places = ({"replicas": 2}, {"replicas": 4}, {"replicas": 4, "workload": "code"})
-    return {f"{STEADY} updates, " + ", ".join(f"{value} {key}" if key == "replicas" else value
-                                              for key, value in place.items()):
-            [runs.arm(name, scenario=SYNC, updates=STEADY, **place) for name in BARRIER] for place in places}
+    places = {"2 replicas": {"replicas": 2}, "4 replicas": {"replicas": 4},
+              "4 replicas, code": {"replicas": 4, "workload": "code"},
+              "4 replicas, prefill for nothing": {"replicas": 4, "prefill_rate": FREE}}
+    return {f"{STEADY} updates, {title}": [runs.arm(name, scenario=SYNC, updates=STEADY, **place) for name in BARRIER]
+            for title, place in places.items()}
 
 
 def steady(runs: Runs) -> dict:
