@@ -89,8 +89,9 @@ def main(argv=None) -> int:
     print(json.dumps(verdict))
     if options.out:
         command = " ".join(["python -m bench.sim.validate", *(sys.argv[1:] if argv is None else argv)])
-        options.out.write_text(json.dumps({"simulated": True, "command": command, "commit": commit(), "device": f"simulated: {tau['device']}", "tau": tau,
-                                           "runs": rows, "verdict": verdict}, indent=1) + "\n", encoding="utf-8")
+        record = {"simulated": True, "command": command, "commit": commit(), "device": f"simulated: {tau['device']}",
+                  "tau": tau, "runs": rows, "verdict": verdict}
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
