@@ -6,6 +6,9 @@
 The engines start once; the arms run one after another in them, with an empty prefix cache each; every repeat rotates
 their order. Each run is added to FILE (JSON lines) when it ends, its requests to a folder beside it. Exit code 1 when
 the books of a run do not agree.
+
+Under sync, policies that carry work over (april, static, rollpacker, tailsieve, es-grpo) end a step before the longest
+responses of its groups: a run of few updates ends before these do and flatters them. Compare at eight updates or more.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ from bench.engine import tau
 from bench.engine.driver import Course, Driver, OutOfTime
 from bench.engine.fleet import Fleet
 from bench.engine.measures import summary
-from bench.policies import ASYNC, Limits, policies, policy
+from bench.policies import ASYNC, SYNC, Limits, policies, policy
 from esgrpo.errors import EsgrpoError
 
+LEAST_UPDATES = 4  # under sync, so that what is carried over can end inside the run
 CAPACITY_CONTEXT = 1024  # tokens per request at which the capacity is measured, when it is not told
 
 
@@ -59,6 +63,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         except KeyError as error:
             parser.error(error.args[0])
     return options
+
+
+def flattered(options) -> list[str]:
+    """Policies that carry work over out of a run of too few updates: their ratios to the others mean nothing."""
+    if SYNC not in options.scenario or options.updates >= LEAST_UPDATES:
+        return []
+    return [name for name in options.policies if policy(name).carries and SYNC in policy(name).scenarios]
+
+
+def warning(options) -> str:
+    """Empty when nobody is flattered, or nobody else is there to be compared with."""
+    names = flattered(options)
+    if not names or len(options.policies) == 1:
+        return ""
+    return (f"WARNING: {', '.join(names)} carry work over, and with --updates {options.updates} it never ends inside "
+            f"the run: their ratios under sync are flattered, use --updates {LEAST_UPDATES} or more")
 
 
 def visits(options, spare: int, scenario: str) -> tuple[list, Iterable]:
@@ -156,6 +176,8 @@ def compare(fleet: Fleet, options, facts: dict, began: float) -> list[dict]:
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     began = time.monotonic()
+    if warning(options):
+        common.say(warning(options))
     options.prompt = max(options.prompt, *(shape.prompt_tokens for name, shape in workload.PRESETS.items()
                                            if name == options.workload), 1)
     with contextlib.suppress(KeyboardInterrupt):
@@ -166,11 +188,13 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
         found = summary(records)
-        common.append(options.results, {**found, "runs": len(records)})
+        common.append(options.results, {**found, "runs": len(records), "flattered": flattered(options)})
         for base in ("verl", "best_rival"):
             for name, ratio in found[f"against_{base}"].items():
                 print(f"{name} against {found['best_rival'] if base == 'best_rival' else base}: "
                       f"x{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}], n = {ratio['n']}")
+        if warning(options):  # again, next to the numbers
+            print(warning(options))
         return 0
     return 130
 

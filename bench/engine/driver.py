@@ -367,6 +367,7 @@ class Driver:
         self._new_version()
 
     def _new_version(self) -> None:
+        self.ledger.version = len(self.update_times)
         if self.limits.scenario == ASYNC:
             bound = int(self.limits.groups * (1 + self.course.staleness))
             self.view.allowance = max(0, bound - len(self.begun))

@@ -135,6 +135,7 @@ class Policy:
     scenarios: tuple[str, ...] = (SYNC, ASYNC)
     sync = ABORT
     spare = 0.0  # spare samples per trained one that the workload must have
+    carries = False  # under sync a step ends while groups that it began are unfinished
 
     def __init__(self, limits: Limits, rng: random.Random):
         self.limits, self.rng = limits, rng
@@ -160,9 +161,12 @@ class Policy:
 
     def next(self, now: float, load: Load) -> list[Action]:
         actions = self.place(now, load)
-        if self.limits.scenario == SYNC and len(self.whole) >= self.limits.groups:
+        if self.limits.scenario == SYNC and self.step_is_over():
             actions.append(self.end_step())
         return actions
+
+    def step_is_over(self) -> bool:
+        return len(self.whole) >= self.limits.groups
 
     def end_step(self) -> EndStep:
         """Train the oldest whole groups; the next step wants as many fresh ones."""
@@ -222,11 +226,14 @@ def policies() -> dict[str, type[Policy]]:
 
 
 def policy(name: str) -> type[Policy]:
-    """A policy by its name; "es-grpo/AB" is ES-GRPO with modules A and B only. Raises KeyError with the names."""
-    from bench.policies.es_grpo import EsGrpo, variant
+    """A policy by its name; "es-grpo/AB" is ES-GRPO with modules A and B only, "april/1.5" APRIL with another factor.
+    Raises KeyError with the names."""
+    from bench.policies import carry, es_grpo
 
-    if name.startswith(f"{EsGrpo.name}/"):
-        return variant(name.removeprefix(f"{EsGrpo.name}/"))
+    family, slash, rest = name.partition("/")
+    variants = {es_grpo.EsGrpo.name: es_grpo.variant, carry.April.name: carry.variant}
+    if slash and family in variants:
+        return variants[family](rest)
     known = policies()
     if name not in known:
         raise KeyError(f"unknown policy {name!r}, wanted one of {', '.join(known)}")

@@ -13,6 +13,7 @@ from bench.workload import Sample
 
 class Carrying(Policy):
     scenarios = (SYNC,)
+    carries = True
 
     def __init__(self, limits, rng):
         super().__init__(limits, rng)
@@ -86,7 +87,8 @@ class April(Carrying):
     """APRIL (arXiv 2509.18521): more groups than needed run; when enough are whole, the rest is aborted and resumed
     first in the next step with its tokens.
 
-    Twice as many as needed are open, as Seer ran it for its comparison. Simplified: nothing.
+    Twice as many as needed are open, as Seer ran it for its comparison; "april/1.5" is another factor. Simplified:
+    nothing.
     """
 
     name = "april"
@@ -107,6 +109,17 @@ class April(Carrying):
         actions.append(self.end_step())
         self.fresh = self.wanted()
         return actions
+
+
+def variant(factor: str) -> type[April]:
+    """APRIL with `factor` times as many groups open as needed. Raises KeyError for what is no number from 1 on."""
+    try:
+        over = float(factor)
+    except ValueError:
+        over = 0.0
+    if over < 1:
+        raise KeyError(f"{April.name}/{factor}: wanted a factor from 1 on")
+    return type("Variant", (April,), {"name": f"{April.name}/{factor}", "OVER": over})
 
 
 POLICIES = (Static, April)

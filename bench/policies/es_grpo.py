@@ -1,8 +1,9 @@
 """ES-GRPO, by the decisions of overlay/esgrpo/algo: the same classes that the hooks drive.
 
-Modules, each can be left out: A routing (longest forecast first, replicas kept for the tail), B keep (requests survive
-a weight sync with their KV cache), C pruning (the resolved rule under its audit), D elastic segments (a group that is
-all but finished is told to look soon; its rest joins the tail class and may move to a tail replica at that boundary).
+Modules, each can be left out: A routing (longest forecast first, and perhaps replicas kept for the tail), B keep
+(requests survive a weight sync with their KV cache; under sync, too, so that groups can be carried over), C pruning
+(the resolved rule under its audit), D elastic segments (a group that is all but finished is told to look soon; its rest
+joins the tail class and may move to a tail replica at that boundary).
 
 Soft boundaries that decide nothing are not events here: they cost the engine nothing (bench.scheduler_cost). One audit
 for all groups, as with one agent-loop worker. The rules for loops are not simulated: no tokens, no loops.
@@ -11,13 +12,15 @@ for all groups, as with one agent-loop worker. The rules for loops are not simul
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
-from bench.policies import ABORT, ASYNC, KEEP, SYNC, Action, Continue, Load, Policy, Prune, Tell, Yield
+from bench.policies import ABORT, ASYNC, KEEP, SYNC, Action, Continue, EndStep, Load, Policy, Prune, Tell, Yield
 from bench.workload import Group, Sample
 from esgrpo import config
 from esgrpo.algo import elastic
 from esgrpo.algo.audit import Audit
+from esgrpo.algo.carry_over import CarryOver, Waiting
 from esgrpo.algo.group_pruning import Finished, GroupPruner
 from esgrpo.algo.grouping import FINISHED, PRUNED, RUNNING, GroupCoordinator
 from esgrpo.algo.history import PromptHistory
@@ -51,24 +54,32 @@ class Open:
 class EsGrpo(Policy):
     """As the hooks do it: groups are ordered, submitted whole, and queue in the engines.
 
-    Under sync all of a step go at once, longest first; under async as many are open as verl's rollouter allows.
+    Under async as many are open as verl's rollouter allows. Under sync all that is visible goes at once, longest first,
+    and, with module B, more than an update's (`over` times as many, as verl's num_warmup_batches adds them). An update
+    takes the oldest whole groups; the others decode on. As verl's replay buffer does with max_off_policy_strategy=wait,
+    an unfinished group that is `bound` versions old is waited for, never dropped. What is trained is held to the rules
+    by the class that holds verl to them (algo.carry_over). What is carried stays in its engine, which takes standalone
+    replicas; under a colocated trainer it is aborted and resumed ("es-grpo/ABD+abort").
     """
 
     name = "es-grpo"
+    carries, over, bound = True, 2.0, 7  # versions beyond the first: verl's max_off_policy_threshold is 8 by default
     modules = ROUTING + KEPT + ELASTIC
     overrides: dict = {}  # of the elastic profile
     holds = False  # requests wait in the queue for a free place, not in an engine
+    alternates = False  # sync: longest first and shortest first, step by step
+    keeps = True  # with module B
 
     def __init__(self, limits, rng):
         super().__init__(limits, rng)
         self.settings = config.parse({"profile": "elastic", **self.overrides})
         self.has = frozenset(self.modules)
-        self.sync = KEEP if KEPT in self.has else ABORT
+        self.sync = KEEP if KEPT in self.has and self.keeps else ABORT
         routing = self.settings.routing
         self.history = PromptHistory(self.settings.history, routing, budget=limits.cap)
         # a barrier waits for all: nobody starves there, and the hooks sort the whole step
         ageing = routing.ageing if limits.scenario == ASYNC else limits.groups
-        self.queue = PromptQueue(ageing, by_length=ROUTING in self.has)
+        self.queue = PromptQueue(ageing, by_length=ROUTING in self.has and not self.alternates)
         self.now = 0.0
         self.share = TailShare(routing.tail_share if ROUTING in self.has else 0.0, lambda: self.now)
         self.coordinator = GroupCoordinator()
@@ -77,6 +88,11 @@ class EsGrpo(Policy):
         self.news: dict[int, None] = {}  # groups in which a member ended since the last `next`
         self.moving: list[tuple[Member, int]] = []  # handed back, with their tokens
         self.in_flight = self.tails = self.version = 0
+        self.carried: CarryOver | None = None
+        self.born: dict[int, int] = {}  # version in which a group that is not trained began
+        if limits.scenario == SYNC and KEPT in self.has and self.carries:
+            self.carried = CarryOver(None if self.bound is None else self.bound + 1, drops=False)
+            self.fresh = self.wanted()
 
     def new_pruner(self) -> GroupPruner:
         audit = Audit(self.settings.prune.audit, random.Random(self.rng.random()))
@@ -98,10 +114,17 @@ class EsGrpo(Policy):
             return self.fresh
         return max(0, self.limits.concurrent - len(self.queue))
 
+    def wanted(self) -> int:
+        """Fresh groups so that `over` times as many as an update needs are open or whole."""
+        return max(0, round(self.over * self.limits.groups) - len(self.born) - len(self.queue))
+
     def admit(self, groups) -> None:
         self.fresh -= len(groups)
+        lengths = {group.index: self.history.forecast(str(group.prompt))["tokens"] for group in groups}
+        if self.alternates:
+            groups = alternate(self.version, groups, list(lengths.values()))
         for group in groups:
-            self.queue.push(group, self.history.forecast(str(group.prompt))["tokens"])
+            self.queue.push(group, lengths[group.index])
 
     # placement
 
@@ -122,6 +145,7 @@ class EsGrpo(Policy):
 
     def begin_group(self, group: Group) -> list[Action]:
         self.begin(group)
+        self.born[group.index] = self.version
         forecast, size = self.history.forecast(str(group.prompt)), self.limits.members
         entry = self.open[group.index] = Open(group, forecast, elastic.Segments(self.settings.segment_length, False))
         name = str(group.index)
@@ -131,7 +155,7 @@ class EsGrpo(Policy):
         actions: list[Action] = []
         for sample in group.samples[:size]:
             self.coordinator.join(name, size, sample.member)
-            member = Member(sample, -1, length, length != TAIL and self.limits.replicas > 1 and ROUTING in self.has)
+            member = Member(sample, -1, length, length != TAIL and self.limits.replicas > 1 and self.share.largest > 0)
             entry.running[sample.member] = member
             actions.append(self.start(member, 0))
         return actions
@@ -244,6 +268,29 @@ class EsGrpo(Policy):
                 actions.append(Tell(member.sample, next_multiple(done, entry.told.length) - done))
         return actions
 
+    # updates
+
+    def step_is_over(self) -> bool:
+        late = self.carried is not None and self.bound is not None and any(
+            self.version - self.born[index] >= self.bound for index in self.open)
+        return super().step_is_over() and not late
+
+    def oldest_first(self) -> list[int]:
+        """Whole groups in the order of training: equally old ones as they became whole."""
+        return sorted(self.whole, key=self.born.__getitem__)
+
+    def end_step(self) -> EndStep:
+        """Train the oldest whole groups, account for what is carried, and want so many fresh ones that `over` holds."""
+        if self.carried is None:
+            return super().end_step()
+        self.whole = deque(self.oldest_first())
+        action = super().end_step()
+        trained = {str(index): self.born.pop(index) for index in action.groups}
+        self.carried.settle(self.version, trained, {str(index): Waiting(born, index not in self.open)
+                                                    for index, born in self.born.items()})
+        self.fresh = self.wanted()
+        return action
+
     def weights_changed(self, now: float) -> None:
         self.version += 1
 
@@ -256,37 +303,39 @@ class Pruning(EsGrpo):
 
 
 class Complementary(EsGrpo):
-    """The order that the hooks use under verl's barrier trainers: longest first and shortest first, step by step."""
+    """The order that the hooks use under verl's barrier trainers: longest first and shortest first, step by step; every
+    step waits for all that it began."""
 
     name = "es-grpo-alternate"
     scenarios = (SYNC,)
-
-    def __init__(self, limits, rng):
-        super().__init__(limits, rng)
-        self.queue = PromptQueue(self.settings.routing.ageing, by_length=False)
-
-    def admit(self, groups) -> None:
-        self.fresh -= len(groups)
-        lengths = [self.history.forecast(str(group.prompt))["tokens"] for group in groups]
-        for group in alternate(self.version, groups, lengths):
-            self.queue.push(group, 0.0)
+    carries, alternates = False, True
 
 
 # What the study asks about; part of a policy's name.
 CHANGES = {"hold": {"holds": True},
-           "no-tail": {"overrides": {"routing": {"tail_share": 0.0}}},
-           "few-tails": {"overrides": {"routing": {"tail_quantile": 0.95}}},
+           "tails": {"overrides": {"routing": {"tail_share": 0.25}}},
+           "barrier": {"carries": False},
+           "alternate": {"alternates": True},
+           "abort": {"keeps": False},
+           "unbounded": {"bound": None},
+           **{f"bound-{versions}": {"bound": versions} for versions in range(1, 9)},
+           **{f"over-{factor}": {"over": factor} for factor in (1.25, 1.5, 3.0)},
+           "few-tails": {"overrides": {"routing": {"tail_share": 0.25, "tail_quantile": 0.95}}},
            "loose": {"overrides": {"prune": {"resolved": {"enable": True, "null_prob": 0.3}, "audit": {
                "enable": True, "max_false_rate": 0.2, "max_fraction": 0.75}}}}}  # candidates, and pruned ones, abound
 
 
 def variant(name: str) -> type[EsGrpo]:
-    """ES-GRPO with some modules, and perhaps a change: "AB" or "ABD+no-tail". Raises KeyError for what is unknown."""
-    modules, _, change = name.partition("+")
-    if set(modules) - set(Pruning.modules) or (change and change not in CHANGES):
-        raise KeyError(f"{name}: wanted modules of {Pruning.modules} and a change of {', '.join(CHANGES)}")
-    changed = CHANGES[change] if change else {}
-    return type("Variant", (EsGrpo,), {"name": f"{EsGrpo.name}/{name}", "modules": modules, **changed})
+    """ES-GRPO with some modules, and perhaps changes: "AB" or "ABD+no-tail+bound-1". Raises KeyError for what is
+    unknown."""
+    modules, *changes = name.split("+")
+    if set(modules) - set(Pruning.modules) or set(changes) - set(CHANGES):
+        raise KeyError(f"{name}: wanted modules of {Pruning.modules} and changes of {', '.join(CHANGES)}")
+    changed: dict = {}
+    for change in changes:
+        changed.update(CHANGES[change])
+    return type("Variant", (EsGrpo,), {"name": f"{EsGrpo.name}/{name}", "modules": modules, **changed,
+                                       "carries": KEPT in modules and changed.get("carries", True)})
 
 
 POLICIES = (EsGrpo, Pruning, Complementary)

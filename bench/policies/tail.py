@@ -18,6 +18,7 @@ class Sieving(Policy):
     """Launching a group on some of its samples, stopping and emptying it, and remembering it for another attempt."""
 
     scenarios = (SYNC,)
+    carries = True  # prompts, though no tokens: the long groups are trained after the run's end, or never
 
     def __init__(self, limits, rng):
         super().__init__(limits, rng)

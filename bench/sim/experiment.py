@@ -85,6 +85,7 @@ def summary(simulation: Simulation) -> dict:
         "decoded": decoded, "trained": ledger.trained, "waste": dict(ledger.waste),
         "trained_samples": ledger.trained_samples, "pruned_samples": ledger.pruned_samples,
         "gradient_groups": ledger.gradient_groups, "trained_groups": len(ledger.closed),
+        "staleness": ledger.stale(),
         "prefilled": sum(replica.prefilled for replica in replicas),
         "reprefilled": sum(replica.recomputed for replica in replicas),
         "preemptions": sum(replica.preemptions for replica in replicas),

@@ -18,6 +18,9 @@ class Ledger:
     left_over      decoded, but not trained when the run ended
 
     Invariants: a token has one fate; a group is trained once, with `members` samples that ended.
+
+    `version` is the driver's to count: weight updates so far. `staleness`: of every trained group, the versions between
+    the first submission of the attempt that was trained and its update (0: on-policy).
     """
 
     def __init__(self, members: int):
@@ -28,12 +31,16 @@ class Ledger:
         self.ended: dict[int, list[Sample]] = {}  # group -> samples that finished, in this order
         self.cut: dict[int, int] = {}  # group -> pruned samples
         self.closed: set[int] = set()
+        self.version = 0
+        self.born: dict[int, int] = {}  # group -> version of its first submission
+        self.staleness: list[int] = []
         self._over: set[int] = set()  # keys of samples that ended
 
     def resumes(self, sample: Sample, done: int) -> None:
         """A response is submitted. Raises ValueError when it brings other tokens than it was left with, or ended."""
         if sample.key in self._over:
             raise ValueError(f"sample {sample.key} was submitted after its end")
+        self.born.setdefault(sample.group, self.version)
         held = self.held.pop(sample.key, 0)
         if held != done:
             raise ValueError(f"sample {sample.key} is submitted with {done} tokens, it has {held}")
@@ -65,6 +72,7 @@ class Ledger:
         """All that a group has finished is thrown away. Raises ValueError for one that was trained."""
         if group in self.closed:
             raise ValueError(f"group {group} was trained and is decoded again")
+        self.born.pop(group, None)
         self.waste["discarded"] += sum(sample.tokens for sample in self.ended.pop(group, ()))
 
     def count(self, group: int) -> int:
@@ -77,6 +85,7 @@ class Ledger:
                 raise ValueError(f"group {group} has {self.count(group)} of {self.members} samples, "
                                  f"trained before: {group in self.closed}")
             self.closed.add(group)
+            self.staleness.append(self.version - self.born[group])
             samples = self.ended.pop(group, [])
             needed = self.members - self.cut.pop(group, 0)
             used, spare = samples[:needed], samples[needed:]
@@ -89,6 +98,12 @@ class Ledger:
                 self.waste["zero_variance"] += tokens
             self.trained_samples += len(used)
             self.waste["discarded"] += sum(sample.tokens for sample in spare)
+
+    def stale(self) -> dict[str, float]:
+        """Versions that trained groups are old; `share`: of them that are not on-policy."""
+        count = max(1, len(self.staleness))
+        return {"mean": sum(self.staleness) / count, "max": max(self.staleness, default=0),
+                "share": sum(age > 0 for age in self.staleness) / count}
 
     def close(self, decoded: int) -> None:
         """The run is over, nothing runs. Raises AssertionError when a token of `decoded` has no fate, or two."""

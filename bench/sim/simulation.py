@@ -88,6 +88,7 @@ class Simulation:
             self._decide()
             if self._over:
                 break
+            self._consume()  # what the policy pruned may have completed the last group
             time, _, what, stamp = self._next_event()
             self.now = max(self.now, time)
             if what == RESUMED:
@@ -309,6 +310,7 @@ class Simulation:
 
     def _new_version(self) -> None:
         """The staleness bound opens anew: what is begun and not trained counts against it, as in verl's rollouter."""
+        self.ledger.version = len(self.update_times)
         if self.limits.scenario == ASYNC:
             if self._blocked_since is not None:
                 self.paused_s += self.now - self._blocked_since

@@ -1,9 +1,10 @@
-"""python -m bench.sim.study --out FILE [--seeds 1,2,3] [--parts modules,policies,steady,sweeps] [--small]
+"""python -m bench.sim.study --out FILE [--seeds 1,2,3] [--parts modules,policies,sync,steady,sweeps] [--small]
 
 Which module brings how much, how gains move with load, cap, tail, KV memory, replicas and staleness, and where there is
 none. Every number is simulated. Ratios are against verl at the same setting and seed: `updates` is updates per second,
 `used` is used tokens per second, which does not reward a policy for taking the short responses first; for policies that
-decode the same responses the two agree. `gradient` is groups with a gradient per second: what pruning must not lose.
+decode the same responses the two agree; `trained` counts of these the tokens with a gradient. `gradient` is groups with
+a gradient per second: what pruning must not lose. `staleness`: weight versions since a trained group began.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from bench.sim.experiment import Setting, run
 BASE = Setting(replicas=4, groups=64, updates=6)
 SMALL = {"replicas": 2, "groups": 4, "members": 4, "cap": 128, "scale": 0.02, "updates": 2, "sequences": 8}
 BASELINE, WHOLE, PLAIN = "verl", "es-grpo/ABCD", "es-grpo/"
-MODULES = {"A": "routing", "B": "segments and kept requests", "C": "audited pruning", "D": "elastic segments"}
-CHANGES = ("es-grpo/ABD", "es-grpo/ABD+no-tail", "es-grpo/ABD+few-tails", "es-grpo/ABD+hold")
+MODULES = {"A": "routing", "B": "carry-over and kept requests", "C": "audited pruning", "D": "elastic segments"}
+CHANGES = ("es-grpo/ABD", "es-grpo/ABD+tails", "es-grpo/ABD+few-tails", "es-grpo/ABD+hold")
 HIGH, MEDIUM = 0.10, 0.03  # a module that brings as much of verl's updates per second ranks High, or Medium
 NO_HELP = 1.01  # below this ratio a setting is listed as one where ES-GRPO does not help
 STEADY = 24  # updates after which the end of a run hardly counts
+BARRIER = ("verl", "static", "april/1.5", "april", "april/3", "rollpacker", "es-grpo", *(
+    f"es-grpo/ABD+{change}" for change in ("barrier", "bound-1", "bound-2", "bound-4", "unbounded",
+                                           "over-3.0+unbounded", "abort", "tails")))
+FREE = 1e9  # prefilled tokens per second: nothing is lost by an abort but its sleep
 SCARCE = 300_000  # KV tokens of a replica: about a third of what its 256 requests grow to
-SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/ABD+no-tail")}  # april: the best rival there
+SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/ABD+tails")}  # april: the best rival there
 SWEEPS: dict[str, list[dict]] = {
     "concurrency (groups of an update)": [{"groups": groups} for groups in (16, 64, 256)],
     "cap": [{"cap": cap} for cap in (4096, 16384, 32768)],
@@ -51,7 +56,7 @@ class Runs:
         self._baselines: dict = {}
 
     def _run(self, name: str, changes: dict, seed: int) -> dict:
-        machine = {key: changes[key] for key in ("kv_tokens", "weight_sync") if key in changes}
+        machine = {key: changes[key] for key in ("kv_tokens", "weight_sync", "prefill_rate") if key in changes}
         setting = {**{key: value for key, value in changes.items() if key not in machine}, **self.changes, "seed": seed}
         self.done += 1
         if sys.stderr.isatty():
@@ -71,6 +76,10 @@ class Runs:
                 "used": spread([a["used_tokens_per_s"] / b["used_tokens_per_s"] for a, b in pairs]),
                 "gradient": spread([a["gradient_groups"] * b["makespan_s"] / (b["gradient_groups"] * a["makespan_s"])
                                     for a, b in pairs]),
+                "trained": spread([a["trained_tokens_per_s"] / b["trained_tokens_per_s"] for a, b in pairs]),
+                "staleness": {"mean": mean(a["staleness"]["mean"] for a in found),
+                              "max": max(a["staleness"]["max"] for a in found),
+                              "share": mean(a["staleness"]["share"] for a in found)},
                 "s_per_update": spread([a["update_s"]["mean"] for a in found]),
                 "tokens_per_row": mean(a["tokens_per_trained_sample"] for a in found),
                 "bubble": {cause: mean(a["bubble"][cause] for a in found) for cause in found[0]["bubble"]},
@@ -119,6 +128,15 @@ def compared(runs: Runs) -> dict:
                        if scenario in cls.scenarios] for scenario in (SYNC, ASYNC)}
 
 
+def carried(runs: Runs) -> dict:
+    """Under a barrier in a long run: what carrying over brings, and how stale it makes the updates."""
+    places = {"2 replicas": {"replicas": 2}, "4 replicas": {"replicas": 4},
+              "4 replicas, code": {"replicas": 4, "workload": "code"},
+              "4 replicas, prefill for nothing": {"replicas": 4, "prefill_rate": FREE}}
+    return {f"{STEADY} updates, {title}": [runs.arm(name, scenario=SYNC, updates=STEADY, **place) for name in BARRIER]
+            for title, place in places.items()}
+
+
 def steady(runs: Runs) -> dict:
     """Async in a long run. A run ends when all its groups are trained, and longest first shortens that end, which a
     training of many updates hardly has: what is left here is what a stream gains."""
@@ -150,7 +168,7 @@ def no_help(found: dict) -> list[dict]:
 
 def table(found: dict) -> str:
     """What the study says, for a terminal."""
-    lines = ["SIMULATED. Ratios to verl: updates/s (low to high over seeds) | used tokens/s"]
+    lines = ["SIMULATED. Ratios to verl: updates/s (low to high over seeds) | used tokens/s, versions"]
     for place, rows in found.get("modules", {}).items():
         lines.append(f"\n{place}: {line(rows['whole'])}")
         for module, name in MODULES.items():
@@ -158,7 +176,7 @@ def table(found: dict) -> str:
             lines.append(f"  {row['rank']:6} {module} {name:28} brings {row['brings']:+.3f}, alone "
                          f"{row['alone']['updates']['mean']:.3f}")
         lines += ["  " + line(row) for row in rows["changes"]]
-    for part in ("policies", "steady", "sweeps"):
+    for part in ("policies", "sync", "steady", "sweeps"):
         for title, rows in found.get(part, {}).items():
             lines.append(f"\n{title}")
             lines += ["  " + line(row) for row in rows]
@@ -166,9 +184,11 @@ def table(found: dict) -> str:
 
 
 def line(row: dict) -> str:
-    ratio, setting = row["updates"], {key: value for key, value in row["setting"].items() if key != "updates"}
+    ratio, stale = row["updates"], row["staleness"]
+    setting = {key: value for key, value in row["setting"].items() if key != "updates"}
     return (f"{row['policy']:22} {ratio['mean']:6.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}) | "
-            f"{row['used']['mean']:.3f}  bubble {row['bubble']['bubble_rate']:.2f}  {setting}")
+            f"{row['used']['mean']:.3f}  stale {stale['mean']:.2f}, at most {stale['max']}  bubble "
+            f"{row['bubble']['bubble_rate']:.2f}  {setting}")
 
 
 def commit() -> str:
@@ -177,7 +197,7 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-PARTS = {"modules": modules, "policies": compared, "steady": steady, "sweeps": sweeps}
+PARTS = {"modules": modules, "policies": compared, "sync": carried, "steady": steady, "sweeps": sweeps}
 
 
 def main(argv=None) -> int:

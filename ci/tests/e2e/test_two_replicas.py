@@ -35,7 +35,8 @@ def start(tmp_path: Path, routing: bool) -> Path:
         tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64", f"{SEGMENT}.history.enable=True",
         f"{SEGMENT}.elastic.enable=True", f"{SEGMENT}.elastic.min_length=16",
         f"{SEGMENT}.elastic.tail_fraction=0.5",  # half of a group makes the rest its tail: many moves in a short run
-        f"{SEGMENT}.routing.enable={routing}", "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
+        f"{SEGMENT}.routing.enable={routing}", f"{SEGMENT}.routing.tail_share=0.25",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
         prompts=PROMPTS, staleness=NEVER_WAIT, replicas=REPLICAS), run_dir, ROOT / "overlay")
     return run_dir
 

@@ -127,12 +127,12 @@ def test_versions_of_joined_attempts_run_from_the_first_to_the_last():
     ({"length_class": "short"}, "", True, ("short", True)), ({"length_class": "tail"}, "", True, ("tail", False)),
     ({"length_class": "short"}, "tail", True, ("tail", False))])
 def test_an_attempt_says_its_class_and_whether_it_may_be_moved(monkeypatch, forecast, own, routing, expected):
-    segment = {"enable": True, "history": {"enable": True}, "routing": {"enable": routing}}
-    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps(segment))
-    for replicas in (1, 2):  # with one replica there is nowhere to go
+    for replicas, share in ((1, 0.5), (2, 0.5), (2, 0.0)):  # one replica, no share: nowhere to go
+        segment = {"enable": True, "history": {"enable": True}, "routing": {"enable": routing, "tail_share": share}}
+        monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps(segment))
         monkeypatch.setenv("ESGRPO_FACTS", json.dumps({"replicas": replicas}))
         fields = attempts.Member("g", 0, forecast=forecast, length_class=own).fields()
-        assert (fields["length_class"], fields["move"]) == (expected[0], expected[1] and replicas > 1)
+        assert (fields["length_class"], fields["move"]) == (expected[0], expected[1] and replicas > 1 and share > 0)
 
 
 def test_the_versions_of_a_response_are_those_of_its_tokens():

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bench.engine import measures, model, options, tau
-from bench.engine.__main__ import parse, schedule
+from bench.engine.__main__ import LEAST_UPDATES, flattered, parse, schedule, warning
 from bench.engine.replica import missing_hooks
 from esgrpo.errors import EsgrpoError
 
@@ -48,6 +48,18 @@ def test_ratios_are_taken_within_a_repeat_and_the_best_rival_is_found():
     assert found["against_verl"]["sync seer"] == {"median": 1.625, "low": 1.25, "high": 2.0, "n": 2}
     assert found["against_best_rival"]["sync es-grpo"]["median"] == 1.6
     assert measures.summary(runs[:2])["against_best_rival"] == {}
+
+
+def test_few_updates_under_a_barrier_flatter_whoever_carries_over(tmp_path):
+    def told(policies: str, updates: int, scenario: str = "sync"):
+        chosen = parse(["--policies", policies, "--updates", str(updates), "--scenario", scenario,
+                        "--results", str(tmp_path / "r")])
+        return flattered(chosen), bool(warning(chosen))
+
+    assert told("verl,april,es-grpo,seer,es-grpo/ABD+barrier", 1) == (["april", "es-grpo"], True)
+    assert told("verl,april,es-grpo", LEAST_UPDATES) == ([], False)
+    assert told("verl,es-grpo", 1, "async") == told("verl,seer,es-grpo/AD", 1) == ([], False)
+    assert told("april", 1) == (["april"], False)  # compared with nobody
 
 
 def test_the_results_file_grows_by_whole_lines(tmp_path):

@@ -76,9 +76,9 @@ def test_the_command_is_deterministic_and_says_that_it_is_simulated(scenario, ca
 
 
 def test_a_table_for_people_and_names_that_do_not_exist(capsys):
-    assert main([*TOY, "--policy", "verl,es-grpo/AB+no-tail"]) == 0
+    assert main([*TOY, "--policy", "verl,es-grpo/AB+tails+bound-1,april/1.5"]) == 0
     assert capsys.readouterr().out.startswith("SIMULATED")
-    for name in ("none", "es-grpo/X", "es-grpo/A+none"):
+    for name in ("none", "es-grpo/X", "es-grpo/A+none", "april/0.5", "april/x", "verl/2"):
         with pytest.raises(KeyError):
             policy(name)
 

@@ -8,7 +8,8 @@ from esgrpo.report.plots import Figure
 from esgrpo.report.tables import Table, number
 
 PANELS = 3
-ROW_HEAD = ["policy", "setting", "updates/s, ratio to verl", "used tokens/s, ratio", "bubble rate", "P99, s"]
+ROW_HEAD = ["policy", "setting", "updates/s, ratio to verl", "used tokens/s, ratio", "versions old, mean (max)",
+            "bubble rate", "P99, s"]
 DODGE = 0.12  # between policies at the same setting
 
 
@@ -26,9 +27,14 @@ def setting_text(setting: dict) -> str:
     return ", ".join(f"{key} {value}" for key, value in setting.items()) or "base"
 
 
+def _stale(found: dict | None) -> str:
+    """Versions between the begin of a trained group and its update; a study may not have counted them."""
+    return f"{number(found['mean'])} ({found['max']})" if found else ""
+
+
 def _row(row: dict) -> list[str]:
     return [row["policy"], setting_text(row["setting"]), ratio(row["updates"]), ratio(row["used"]),
-            number(row["bubble"]["bubble_rate"]), number(row["p99_s"])]
+            _stale(row.get("staleness")), number(row["bubble"]["bubble_rate"]), number(row["p99_s"])]
 
 
 def study(record: Record) -> list[Table]:

@@ -58,9 +58,11 @@ class Member:
         `move`: once this response turns out to be of the tail class, it may be handed back so that the router can move
         it. An attempt that is of that class from the start was routed as such.
         """
+        routing = config.current().routing
         length_class = self.length_class or (self.forecast or {}).get("length_class", BODY)
         return {"group": self.group, "member": self.number, "done_before": self.tokens, "length_class": length_class,
-                "move": config.current().routing.enable and config.facts()["replicas"] > 1 and length_class != TAIL}
+                "move": routing.enable and routing.tail_share > 0 and config.facts()["replicas"] > 1
+                and length_class != TAIL}
 
     def record(self, output, prompt_tokens: int) -> None:
         """Take over one attempt's TokenOutput and set its stop_reason to what really happened."""

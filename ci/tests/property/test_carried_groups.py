@@ -1,0 +1,97 @@
+"""ES-GRPO under a barrier: groups are carried over whole, oldest first, none lost, none staler than its bound."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.policies import ABORT, KEEP, SYNC, Limits, policy
+from bench.policies.es_grpo import EsGrpo, Pruning
+from bench.sim.device import Device
+from bench.sim.simulation import Course, Simulation
+from bench.workload import generate
+from esgrpo.algo.carry_over import CarryOverError
+
+CAP, PROMPTS = 64, 400
+MACHINE = Device("made up", ((1, 0.01), (4, 0.012), (8, 0.03)), 10_000.0, 10**6, 0.1)
+
+
+def carried(cls, over: float, bound: int | None, limits: Limits, updates: int, seed: int = 0):
+    """(simulation that has run, its policy, indexes of the groups that it was shown)."""
+    kind = type("Carrying", (cls,), {"over": over, "bound": bound})
+    stream = iter(generate("math", PROMPTS, limits.members, CAP, seed, scale=0.01))
+    shown: list[int] = []
+
+    def source(count: int) -> list:
+        groups = list(itertools.islice(stream, count))
+        shown.extend(group.index for group in groups)
+        return groups
+
+    chosen = kind(limits, random.Random(seed))
+    simulation = Simulation(chosen, limits, MACHINE, Course(updates), source)
+    simulation.run()
+    return simulation, chosen, shown
+
+
+def allowed(over: float, bound: int, groups: int) -> int:
+    """Versions: all that are `bound` versions old are waited for, and then trained, an update's at a time. They are no
+    more than what is open, and, from one version on, no more than what was carried."""
+    old = round(over * groups) - (groups if bound else 0)
+    return bound + max(0, math.ceil(old / groups) - 1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(over=st.sampled_from([1.0, 1.3, 2.0, 3.5]), bound=st.sampled_from([None, 0, 1, 2, 4]),
+       groups=st.integers(1, 5), members=st.integers(2, 4), replicas=st.integers(1, 3), sequences=st.integers(1, 8),
+       updates=st.integers(1, 12), seed=st.integers(0, 99), kind=st.sampled_from([EsGrpo, Pruning]),
+       keeps=st.booleans())
+def test_every_group_is_trained_once_or_still_open_and_none_is_too_stale(over, bound, groups, members, replicas,
+                                                                         sequences, updates, seed, kind, keeps):
+    limits = Limits(replicas, sequences, sequences, CAP, members, groups, SYNC)
+    kind = type("Kind", (kind,), {"keeps": keeps})
+    simulation, chosen, shown = carried(kind, over, bound, limits, updates, seed)
+    ledger = simulation.ledger  # whose books the simulation closed: every token has one fate
+    assert chosen.sync == (KEEP if keeps else ABORT) and ledger.waste["discarded"] == 0
+    assert len(ledger.closed) == len(ledger.staleness) == updates * groups
+    waiting = [group.index for group in chosen.queue._items.values()]
+    assert sorted([*ledger.closed, *chosen.born, *waiting]) == sorted(shown), "one is lost, or there twice"
+    assert len(chosen.born) + len(waiting) == max(0, round(over * groups) - groups)
+    assert set(chosen.carried.carried) == {str(index) for index in chosen.born}
+    if bound is not None:
+        assert ledger.stale()["max"] <= allowed(over, bound, groups)
+
+
+LIMITS = Limits(2, 8, 8, CAP, 4, 4, SYNC)
+
+
+def test_without_waiting_the_bound_is_broken():
+    """Negative control, and what the bound costs."""
+    class Hasty(EsGrpo):
+        def step_is_over(self):
+            return len(self.whole) >= self.limits.groups
+
+    hasty, bounded = (carried(kind, 2.0, 1, LIMITS, 20)[0] for kind in (Hasty, EsGrpo))
+    assert hasty.ledger.stale()["max"] > 1 == bounded.ledger.stale()["max"]
+    assert hasty.now < bounded.now
+
+
+def test_the_real_pool_stops_a_policy_that_trains_the_youngest_first():
+    """Negative control: the rules are algo.carry_over's, not the policy's own."""
+    class Youngest(EsGrpo):
+        def oldest_first(self):
+            return super().oldest_first()[::-1]
+
+    with pytest.raises(CarryOverError, match="carried groups come first"):
+        carried(Youngest, 2.0, 1, LIMITS, 20)
+
+
+def test_a_step_that_waits_for_all_is_on_policy_and_slower():
+    barrier, none, whole = (carried(policy(f"es-grpo/{name}"), 2.0, None, LIMITS, 20)[0]
+                            for name in ("ABD+barrier", "AD", "ABD"))
+    assert barrier.ledger.stale() == none.ledger.stale() == {"mean": 0.0, "max": 0, "share": 0.0}
+    assert whole.ledger.stale()["mean"] > 0 and whole.now < barrier.now
