@@ -9,7 +9,7 @@ seed against `off`.
 
 The training set is small on purpose: history, routing and the prompt sampler know a prompt from its second visit on,
 so that a run of minutes has to come back to its prompts, as a run of days does. `--jobs` runs several arms side by
-side, each on cores of its own (the arms of one seed together, so that what disturbs one disturbs all).
+side, each on cores of its own, the arms of one seed together; the hook weight-socket-of-this-run keeps them apart.
 """
 
 from __future__ import annotations
@@ -36,10 +36,6 @@ SEGMENT = "+actor_rollout_ref.rollout.segment"
 SEGMENT_LENGTH = 64  # tokens; responses of the testbed end between 20 and 512
 TRAINING_PROMPTS = 64  # eight weight versions an epoch
 POLL_S = 1.0
-# verl 0.9.1 sends weights through a socket in /tmp that is named after Ray's job id (vllm_rollout/utils.py,
-# _get_zmq_handle), and the first job of every local cluster is 01000000: two runs on one host would read each other's
-# weights or wait for ever. So each run has a /tmp of its own, in a mount namespace.
-OWN_TMP = ("unshare", "--mount", "sh", "-c", 'mount --bind "$0" /tmp && exec "$@"')
 
 
 def switches(*keys: str) -> list[str]:
@@ -163,10 +159,8 @@ def run_side_by_side(pairs: list[tuple[str, int]], options) -> None:
             for slot in [s for s in range(options.jobs) if s not in running][:len(waiting)]:
                 name, seed = waiting.pop(0)
                 os.sched_setaffinity(0, slots[slot])  # inherited by the child
-                own_tmp = options.out / f"tmp-{slot}"
-                own_tmp.mkdir(parents=True, exist_ok=True)
                 running[slot] = subprocess.Popen(
-                    [*OWN_TMP, own_tmp, sys.executable, "-m", "bench.ablation", "--arms", name, "--seeds", str(seed),
+                    [sys.executable, "-m", "bench.ablation", "--arms", name, "--seeds", str(seed),
                      "--task", options.task, "--budget", str(options.budget), "--prompts", str(options.prompts),
                      "--replicas", str(options.replicas), "--out", str(options.out)], cwd=ROOT,
                     stdout=subprocess.DEVNULL, start_new_session=True)
@@ -210,13 +204,6 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    if options.jobs > 1:
-        if options.out.is_relative_to("/tmp") or ROOT.is_relative_to("/tmp"):
-            parser.error(f"--jobs {options.jobs}: every run gets a /tmp of its own, so --out and this checkout must "
-                         "lie elsewhere")
-        if subprocess.run([*OWN_TMP, "/tmp", "true"], capture_output=True).returncode:
-            parser.error(f"--jobs {options.jobs}: mount namespaces are not permitted here, and runs that share /tmp "
-                         "would read each other's weights; run as root, or with --jobs 1")
     if options.jobs * options.cores > len(os.sched_getaffinity(0)):
         parser.error(f"--jobs {options.jobs} of {options.cores} cores: there are {len(os.sched_getaffinity(0))} cores")
     pairs = [(name, seed) for number, seed in enumerate(seeds)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 
 from bench.sim.device import Device, read_tau
 from bench.sim.experiment import Setting, run
+from bench.startup import commit
 from bench.workload import PRESETS, replay
 
 CLOSE = 0.10  # of the measured makespan: what the project asks for
@@ -86,8 +88,10 @@ def main(argv=None) -> int:
     verdict = judge(rows)
     print(json.dumps(verdict))
     if options.out:
-        options.out.write_text(json.dumps({"simulated": True, "device": f"simulated: {tau['device']}", "tau": tau,
-                                           "runs": rows, "verdict": verdict}, indent=1) + "\n", encoding="utf-8")
+        command = " ".join(["python -m bench.sim.validate", *(sys.argv[1:] if argv is None else argv)])
+        record = {"simulated": True, "command": command, "commit": commit(), "device": f"simulated: {tau['device']}",
+                  "tau": tau, "runs": rows, "verdict": verdict}
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

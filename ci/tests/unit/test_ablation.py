@@ -83,7 +83,6 @@ def test_runs_side_by_side_have_cores_of_their_own_and_each_runs_once(tmp_path, 
     python.chmod(0o755)
     monkeypatch.setattr(ablation.sys, "executable", str(python))
     monkeypatch.setattr(ablation, "POLL_S", 0.05)
-    monkeypatch.setattr(ablation, "OWN_TMP", ("sh", "-c", 'exec "$@"'))
     before = os.sched_getaffinity(0)
     cores = sorted(before)[:2]
     options = argparse.Namespace(jobs=2, cores=1, task="search", budget=1.0, prompts=8, out=tmp_path, replicas=1)

@@ -17,6 +17,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.rebalance_aborts",
     "verl.abort_by_external_id",
     "verl.resume_without_sleep",
+    "verl.weight_socket",
     "verl.rollouter_windows",
     "verl.rollouter_failure",
     "verl.prompt_history",

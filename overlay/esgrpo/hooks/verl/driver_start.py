@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import sysconfig
+import uuid
 
 from esgrpo.engine import Hook, Release
 
@@ -25,6 +26,7 @@ HOOK = Hook(
 
 HANDSHAKES = ("worker-handshake", "partial-handshake")  # the second one is that of verl 0.7.0
 V1_HANDSHAKE = "v1-handshake"
+RUN_ID_LENGTH = 12  # hexadecimal digits
 
 
 def build(original):
@@ -63,6 +65,7 @@ def prepare(config) -> None:
     os.environ[settings.ENV_SEGMENT] = settings.to_json(segment)
     os.environ[settings.ENV_FEATURES] = ",".join(sorted(features))
     os.environ[settings.ENV_FACTS] = json.dumps(_facts(config))
+    os.environ[settings.ENV_RUN_ID] = uuid.uuid4().hex[:RUN_ID_LENGTH]
     os.environ.setdefault("ESGRPO_RUN_DIR", os.path.abspath(config.trainer.default_local_dir))
     _reach_every_worker(config)
     engine.refresh()
@@ -134,7 +137,7 @@ def _reach_every_worker(config) -> None:
                         "the overlay would be lost in every Ray worker, the run does not start",
                         "append it there, or pip install esgrpo")
     names = ("ESGRPO_ENABLE", "ESGRPO_PREFIX", "ESGRPO_DISABLE", "ESGRPO_STRICT", "ESGRPO_RUN_DIR", "VERL_PLATFORM",
-             settings.ENV_SEGMENT, settings.ENV_FEATURES, settings.ENV_FACTS)
+             settings.ENV_RUN_ID, settings.ENV_SEGMENT, settings.ENV_FEATURES, settings.ENV_FACTS)
     ours = {name: os.environ[name] for name in names if name in os.environ}
     with open_dict(config):
         OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", {**ours, **dict(given)}, force_add=True)
