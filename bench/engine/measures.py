@@ -76,7 +76,7 @@ def record(driver, counters: Sequence[Mapping]) -> dict:
             "tokens_per_s": round(in_updates / makespan, 1), "decoded_per_s": round(driver.decoded / makespan, 1),
             "decoded": driver.decoded, "trained": ledger.trained, "waste": ledger.waste,
             "trained_samples": ledger.trained_samples, "pruned_samples": ledger.pruned_samples,
-            "gradient_groups": ledger.gradient_groups, "staleness": ledger.stale(),
+            "gradient_groups": ledger.gradient_groups, "versions_old": ledger.stale(),
             "bubble": {name: round(rate, 4) for name, rate in bubble_rates(driver.bubbles).items()},
             "completion_s": quantiles(driver.latencies), "attempts": driver.attempts,
             "preemptions": sum(counted["preemptions"] for counted in counters),

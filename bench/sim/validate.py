@@ -41,10 +41,10 @@ def load(path: Path) -> tuple[dict | None, list[dict]]:
 
 
 def played(measured: dict) -> str:
-    """The policy of a run by today's name: records that do not say how stale their updates were are of a time when
+    """The policy of a run by today's name: records that do not say how many versions old their groups were are of a time when
     ES-GRPO carried nothing over and kept replicas for the tail."""
     name = measured["policy"]
-    return name if "staleness" in measured else BEFORE_CARRYING.get(name, name)
+    return name if "versions_old" in measured else BEFORE_CARRYING.get(name, name)
 
 
 def predict(measured: dict, tau: dict) -> dict:

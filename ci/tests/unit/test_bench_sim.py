@@ -94,7 +94,7 @@ def record(tmp_path, slow: float):
         found = run(setting, name, Device.load())
         rows.append({"kind": "run", **{key: getattr(setting, key) for key in SAME}, "policy": name, "workload": "math",
                      "max_num_seqs": 256, "makespan_s": found["makespan_s"], "decoded": found["decoded"],
-                     "staleness": found["staleness"]})
+                     "versions_old": found["staleness"]})
     tau["ms_per_step"] = {b: slow * ms for b, ms in tau["ms_per_step"].items()}
     path = tmp_path / f"runs-{slow}.jsonl"
     path.write_text("\n".join(map(json.dumps, [{"kind": "tau", **tau}, *rows])))
@@ -116,7 +116,7 @@ def test_a_run_is_predicted_from_its_record_and_a_wrong_device_is_not(tmp_path, 
 
 
 def test_a_record_from_before_carry_over_is_predicted_as_it_was_played():
-    assert validate.played({"policy": "es-grpo", "staleness": {}}) == "es-grpo"
+    assert validate.played({"policy": "es-grpo", "versions_old": {}}) == "es-grpo"
     old = policy(validate.played({"policy": "es-grpo"}))
     assert not old.carries and old.overrides["routing"]["tail_share"] > 0
     assert validate.played({"policy": "april"}) == "april"
