@@ -41,8 +41,8 @@ def load(path: Path) -> tuple[dict | None, list[dict]]:
 
 
 def played(measured: dict) -> str:
-    """The policy of a run by today's name: records that do not say how many versions old their groups were are of a time when
-    ES-GRPO carried nothing over and kept replicas for the tail."""
+    """The policy of a run by today's name: records without `versions_old` are of a time when ES-GRPO carried nothing
+    over and kept replicas for the tail."""
     name = measured["policy"]
     return name if "versions_old" in measured else BEFORE_CARRYING.get(name, name)
 
