@@ -158,6 +158,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 """
 
 
+@pytest.mark.long
 def test_a_reward_function_that_raises_ends_the_run_loudly(tmp_path):
     """Under POIS against the last synced version, with two optimiser steps between two weight syncs."""
     reward = tmp_path / "reward.py"
