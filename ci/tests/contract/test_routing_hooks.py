@@ -43,7 +43,8 @@ def child(root, clean_environment, overlay, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def routed(child):
-    return child("observe,segment,history,routing", routing={"enable": True, "lookahead": LOOKAHEAD, "tail_share": 0.25})
+    routing = {"enable": True, "lookahead": LOOKAHEAD, "tail_share": 0.25}
+    return child("observe,segment,history,routing", routing=routing)
 
 
 def test_the_hooks_are_in_place(routed):

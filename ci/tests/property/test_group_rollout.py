@@ -233,7 +233,7 @@ def test_every_response_ends_once_with_all_its_tokens(case):
         if summary["outcome"] == "finish":
             assert response.made == min(response.length, BUDGET)
             assert row.output.stop_reason in ("completed", "length")
-        else:  # the verdict stands, also where it came with the last token: the coin decides about the row, not the race
+        else:  # the verdict stands, even where it came with the last token: the coin decides, not a race
             whole = response.made == min(response.length, BUDGET)
             assert row.output.stop_reason in ("pruned", "length") or whole and row.output.stop_reason == "completed"
         versions = [version for version, _ in summary["spans"]]
