@@ -66,6 +66,12 @@ def test_verdict(ratios, less, said):
     assert headline.verdict(ratios, less) == said
 
 
+@pytest.mark.parametrize("updates, said", [(1, True), (8, False)])
+def test_a_run_too_short_for_what_it_carries_over_says_so(tmp_path, updates, said):
+    engine_record(tmp_path, [{**RUN, "policy": "april", "updates": updates, "waste": {"left_over": 20}}])
+    assert ("what april carried over never ended" in pages(tmp_path)[1]) == said
+
+
 def test_a_target_that_an_arm_never_reaches_decides_nothing():
     assert headline.verdict([2.0, 2.0, 2.0], of=4) == "none: no ratio in 1 of 4 pairs"
     assert headline.verdict([2.0, 2.0, 2.0], of=3) == "better"

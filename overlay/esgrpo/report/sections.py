@@ -91,6 +91,7 @@ EXPECTED = (
     ("Decoding overhead", lambda rs: _any(rs, "decode overhead"), "python -m bench.decode_overhead"),
     ("Start-up overhead", lambda rs: _any(rs, "start-up"), "python -m bench.startup --json FILE"),
 )
+FEW_UPDATES = 4  # under a barrier, so that what is carried over can end inside the run
 FEW_SEEDS = 3
 BUSY = 1.0  # load average before a run, beside the run itself
 
@@ -127,6 +128,11 @@ def caveats(record: Record) -> list[str]:
         if len(record.seeds) < FEW_SEEDS:
             found.append(f"Fewer than {FEW_SEEDS} seeds of the workload"
                          + (": repeats tell the noise of the machine only." if record.kind == "engine" else "."))
+        carrying = sorted({one["policy"] for one in record.data["runs"] if one.get("waste", {}).get("left_over")
+                           and one["scenario"] == "sync" and one.get("updates", FEW_UPDATES) < FEW_UPDATES})
+        if carrying:
+            found.append(f"Fewer than {FEW_UPDATES} updates: what {', '.join(carrying)} carried over never ended "
+                         "inside the run, which flatters them.")
         found.append("Settings: " + policy_tables.settings(record))
     machine = record.data.get("machine")
     load = machine["load"][0] if isinstance(machine, dict) else record.data.get("load_average_before")
