@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 GROUPS, MEMBERS, UPDATES = 3, 2, 2
+POLICIES = ("verl", "es-grpo/ABD+barrier", "es-grpo")
 TOY = ("--model", "random:300K", "--max-num-seqs", "4", "--batched-tokens", "512", "--kv-gb", "0.02", "--prompt", "256",
        "--groups", str(GROUPS), "--members", str(MEMBERS), "--updates", str(UPDATES), "--cap", "64", "--scale", "0.02",
        "--sync-s", "0.2", "--capacity", "4")
@@ -31,13 +32,13 @@ def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Complet
 
 
 def test_all_books_agree_on_two_replicas(tmp_path):
-    done = start(tmp_path, "--replicas", "2", "--policies", "verl,es-grpo", "--scenario", "sync,async")
+    done = start(tmp_path, "--replicas", "2", "--policies", ",".join(POLICIES), "--scenario", "sync,async")
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
-    assert [row["kind"] for row in rows] == ["tau", *["run"] * 4, "summary"]
+    assert [row["kind"] for row in rows] == ["tau", *["run"] * 2 * len(POLICIES), "summary"]
     runs = rows[1:-1]
     assert [(run["scenario"], run["policy"]) for run in runs] == [
-        ("sync", "verl"), ("sync", "es-grpo"), ("async", "verl"), ("async", "es-grpo")]
+        (scenario, name) for scenario in ("sync", "async") for name in POLICIES]
     for run in runs:
         assert run["decoded"] == sum(engine["decoded"] for engine in run["engines"])
         assert run["decoded"] == run["trained"] + sum(run["waste"].values())
@@ -45,8 +46,9 @@ def test_all_books_agree_on_two_replicas(tmp_path):
         assert run["scheduler"].startswith("Segment")
         requests = json.loads((tmp_path / run["trace"]).read_text())
         assert run["decoded"] == sum(row["decoded"] for request in requests for row in request["attempts"])
-    sync = [run["decoded"] for run in runs[:2]]
-    assert sync[0] == sync[1]  # every policy decodes the same work
+    plain, barrier, carrying = runs[:3]
+    assert plain["decoded"] == barrier["decoded"]  # who waits for all decodes the same work
+    assert carrying["waste"]["left_over"] > 0 == barrier["waste"]["left_over"]
     assert "es-grpo against verl" in done.stdout
 
 
