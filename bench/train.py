@@ -2,7 +2,7 @@
 
     ESGRPO_BENCH_DEVICE=cuda python -m bench.train --seeds 1,2 --arms plain,overlay --budget 240 --results FILE
 
-The first call trains the model (37 M parameters, responses to 8,192 tokens with a heavy tail) from random weights on
+The first call trains the model (33 M parameters, responses to 8,192 tokens with a heavy tail) from random weights on
 demonstrations, a few minutes on one GPU; --model takes one that is there already. `plain` is verl's own fully-async
 GRPO with `--staleness`, `overlay` the whole method; the arms of bench.ablation are known, too. Both have the same GPUs,
 batch, data and budget. A finished run is not run again; --scale small is the testbed as it is, for a look on a CPU.

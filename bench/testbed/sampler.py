@@ -1,4 +1,4 @@
-"""Batched sampling from the testbed's model on the CPU with a key-value cache."""
+"""Batched sampling from the testbed's model with a key-value cache, on the device the model is on."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def sample(
 
 def _sample_batch(model, prompts, max_tokens, generator, pad, temperature) -> list[list[int]]:
     width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     position = (mask.cumsum(1) - 1).clamp(min=0)
     padded = bool((mask == 0).any())
-    rows = torch.arange(len(prompts))  # which prompt each row of the shrinking batch belongs to
+    rows = torch.arange(len(prompts), device=model.device)  # which prompt each row of the shrinking batch belongs to
     responses: list[list[int]] = [[] for _ in prompts]
     eos = model.generation_config.eos_token_id
     cache = DynamicCache(config=model.config)

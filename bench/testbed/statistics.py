@@ -20,7 +20,7 @@ import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from bench.testbed.sampler import sample
-from bench.testbed.task import MAX_RESPONSE_TOKENS, TASKS, generate, score
+from bench.testbed.task import SCALES, SMALL, TASKS, Scale, generate, score
 from bench.testbed.train_model import encode_prompt
 
 MODEL = Path(__file__).with_name("model")
@@ -56,7 +56,8 @@ def prompt_share(values: np.ndarray) -> float:
     return float(between / (between + within))
 
 
-def summarise(responses: list[list[int]], rewards: list[float], per_prompt: int) -> dict[str, float]:
+def summarise(responses: list[list[int]], rewards: list[float], per_prompt: int,
+              cap: int = SMALL.max_response_tokens) -> dict[str, float]:
     """Statistics of responses (token ids, `per_prompt` in a row for each prompt); lengths are in tokens with EOS."""
     length = np.array([len(r) for r in responses], dtype=float)
     reward = np.array(rewards)
@@ -73,7 +74,7 @@ def summarise(responses: list[list[int]], rewards: list[float], per_prompt: int)
         "prompt_share": prompt_share(np.log(length).reshape(-1, per_prompt)),
         "loop_share": float(np.mean([is_loop(r) for r in responses])),
         "late_bloomer_share": float(np.mean((length > p90) & (reward == 1.0))),
-        "at_cap_share": float(np.mean(length == MAX_RESPONSE_TOKENS)),
+        "at_cap_share": float(np.mean(length == cap)),
         "mixed_group_share": float(np.mean((grouped > 0) & (grouped < 1))),
     }
 
@@ -87,19 +88,19 @@ def failures(stats: dict[str, float]) -> list[str]:
     ]
 
 
-def measure(
-    task: str, samples: int, per_prompt: int = 8, seed: int = 0, split: str = "test", model_dir: Path = MODEL
-) -> dict[str, float]:
+def measure(task: str, samples: int, per_prompt: int = 8, seed: int = 0, split: str = "test", model_dir: Path = MODEL,
+            scale: Scale = SMALL, device: str = "cpu") -> dict[str, float]:
     """Sample at temperature 1 on `samples` // `per_prompt` problems of a split and summarise."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    problems = [p for p in generate(task, seed, samples // per_prompt, split) for _ in range(per_prompt)]
+    number = torch.float32 if device == "cpu" else torch.bfloat16  # as the rollout has it
+    model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=number).to(device).eval()
+    problems = [p for p in generate(task, seed, samples // per_prompt, split, scale) for _ in range(per_prompt)]
     prompts = [encode_prompt(tokenizer, p.prompt) for p in problems]
-    generator = torch.Generator().manual_seed(seed)
-    responses = sample(model, prompts, MAX_RESPONSE_TOKENS, generator, tokenizer.pad_token_id)
+    generator = torch.Generator(device).manual_seed(seed)
+    responses = sample(model, prompts, scale.max_response_tokens, generator, tokenizer.pad_token_id)
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     rewards = [score(text, p) for text, p in zip(texts, problems, strict=True)]
-    return summarise(responses, rewards, per_prompt)
+    return summarise(responses, rewards, per_prompt, scale.max_response_tokens)
 
 
 def main() -> int:
@@ -110,12 +111,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--split", default="test")
     parser.add_argument("--model", type=Path, default=MODEL, help="directory")
+    parser.add_argument("--scale", choices=SCALES, default="small", help="length of the tasks' walks")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     began = time.time()
-    stats = measure(args.task, args.samples, args.per_prompt, args.seed, args.split, args.model)
+    stats = measure(args.task, args.samples, args.per_prompt, args.seed, args.split, args.model,
+                    SCALES[args.scale], args.device)
     bad = failures(stats)
     if args.json:
         print(json.dumps({"task": args.task, **stats, "failures": bad}))
