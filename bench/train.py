@@ -27,7 +27,10 @@ NAMES = {"plain": "off", "overlay": "all"}  # for arms of bench.ablation
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a scale. Segments in tokens, `validation` and `concurrent` in prompts, `test_every` in weight versions."""
+    """Of a scale. Segments in tokens, `validation` and `concurrent` in prompts, `test_every` in weight versions.
+
+    micro_batch: rows of the trainer's forward pass, padded to the cap. staleness: verl's own, for every arm.
+    """
 
     segment: int
     validation: int
@@ -35,22 +38,28 @@ class Setting:
     concurrent: int
     sequences: int
     batched_tokens: int
+    micro_batch: int
     learning_rate: float
+    staleness: float
 
 
-SETTINGS = {"small": Setting(ablation.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 3e-4),
-            "large": Setting(1024, 64, 10, 32, 256, 8192, 5e-5)}
+# large: with 0.5 twelve groups are in flight at most, and a version waits for the longest of them; 2.0 fills the engine
+SETTINGS = {"small": Setting(ablation.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 16, 3e-4, 0.5),
+            "large": Setting(1024, 64, 15, 32, 256, 8192, 4, 1e-4, 2.0)}
 
 
 def overrides(options, seed: int, data: Path, run_dir: Path, arm: str) -> list[str]:
     """verl's command line of one run; of a key that comes twice the last one counts."""
     setting = SETTINGS[options.scale]
     common = common_overrides(
-        data, seed, model=options.model, test_every=setting.test_every, staleness=options.staleness,
+        data, seed, model=options.model, test_every=setting.test_every,
+        staleness=setting.staleness if options.staleness is None else options.staleness,
         response_length=SCALES[options.scale].max_response_tokens, concurrent=setting.concurrent,
         max_num_seqs=setting.sequences, learning_rate=setting.learning_rate)
     return [*(o.replace("RUN_DIR", str(run_dir)) for o in common),
             f"actor_rollout_ref.rollout.max_num_batched_tokens={setting.batched_tokens}",
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={setting.micro_batch}",
+            f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={setting.micro_batch}",
             *ablation.arms(setting.segment)[NAMES.get(arm, arm)]]
 
 
@@ -83,7 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale", choices=SCALES, default="large")
     parser.add_argument("--task", choices=TASKS, default="search")
     parser.add_argument("--prompts", type=int, default=256, help="of the training set; they come back")
-    parser.add_argument("--staleness", type=float, default=0.5, help="verl's own; tune it for plain first")
+    parser.add_argument("--staleness", type=float, help="verl's own, instead of the scale's; tune it for plain first")
     parser.add_argument("--model", type=Path, help="default: the testbed's (small); OUT/model-large, made if need be")
     parser.add_argument("--sft-steps", type=int, help="of the model's training, instead of the scale's")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "train")

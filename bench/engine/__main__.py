@@ -42,7 +42,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     common.add_engine_options(parser)
     parser.add_argument("--policies", default="verl,es-grpo", help=f"of {', '.join(policies())}")
     parser.add_argument("--scenario", default="sync", help="sync, async or sync,async")
-    parser.add_argument("--workload", default="math", help=f"{', '.join(workload.PRESETS)}, or a recorded trace (file)")
+    parser.add_argument("--workload", default="math",
+                        help=f"one or more of {', '.join(workload.PRESETS)}, or of recorded traces (files)")
     parser.add_argument("--groups", type=int, default=64, help="groups of an update")
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--cap", type=int, default=16384, help="longest response, tokens")
@@ -57,6 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, required=True)
     options = parser.parse_args(argv)
     options.policies, options.scenario = options.policies.split(","), options.scenario.split(",")
+    options.workloads = options.workload.split(",")
     for name in options.policies:
         try:
             policy(name)
@@ -123,13 +125,13 @@ def measured_capacity(fleet: Fleet, options, facts: dict, end: float) -> int:
     return found
 
 
-def schedule(options) -> list[tuple[int, str, str]]:
-    """(repeat, scenario, policy) in the order of the runs."""
+def schedule(options) -> list[tuple[int, str, str, str]]:
+    """(repeat, workload, scenario, policy) in the order of the runs."""
     found, names = [], options.policies
     for repeat in range(options.repeats):
-        for scenario in options.scenario:
-            rotated = names[repeat % len(names):] + names[:repeat % len(names)]
-            found += [(repeat, scenario, name) for name in rotated if scenario in policy(name).scenarios]
+        rotated = names[repeat % len(names):] + names[:repeat % len(names)]
+        found += [(repeat, kind, scenario, name) for kind in options.workloads for scenario in options.scenario
+                  for name in rotated if scenario in policy(name).scenarios]
     return found
 
 
@@ -156,10 +158,10 @@ def compare(fleet: Fleet, options, facts: dict, began: float) -> list[dict]:
     capacity = measured_capacity(fleet, options, facts, end)
     todo = schedule(options)
     while todo:
-        repeat, scenario, name = todo[0]
+        repeat, options.workload, scenario, name = todo[0]
         if time.monotonic() + longest > end:
             break
-        common.say(f"{scenario} {name} #{repeat} begins")
+        common.say(f"{options.workload} {scenario} {name} #{repeat} begins")
         started = time.monotonic()
         try:
             driver = play(fleet, options, name, scenario, capacity, end)
@@ -174,13 +176,24 @@ def compare(fleet: Fleet, options, facts: dict, began: float) -> list[dict]:
     return records
 
 
+def show(records: list[dict], kind: str, options) -> None:
+    """Prints and keeps the ratios of one workload."""
+    found = summary(records)
+    common.append(options.results,
+                  {**found, "workload": kind, "runs": len(records), "flattered": flattered(options)})
+    for base in ("verl", "best_rival"):
+        for name, ratio in found[f"against_{base}"].items():
+            print(f"{kind}: {name} against {found['best_rival'] if base == 'best_rival' else base}: "
+                  f"x{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}], n = {ratio['n']}")
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     began = time.monotonic()
     if warning(options):
         common.say(warning(options))
     options.prompt = max(options.prompt, *(shape.prompt_tokens for name, shape in workload.PRESETS.items()
-                                           if name == options.workload), 1)
+                                           if name in options.workloads), 1)
     with contextlib.suppress(KeyboardInterrupt):
         try:
             with common.start(options) as (fleet, facts):
@@ -188,12 +201,8 @@ def main(argv: list[str] | None = None) -> int:
         except EsgrpoError as error:
             print(error, file=sys.stderr)
             return 1
-        found = summary(records)
-        common.append(options.results, {**found, "runs": len(records), "flattered": flattered(options)})
-        for base in ("verl", "best_rival"):
-            for name, ratio in found[f"against_{base}"].items():
-                print(f"{name} against {found['best_rival'] if base == 'best_rival' else base}: "
-                      f"x{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}], n = {ratio['n']}")
+        for kind in options.workloads:
+            show([record for record in records if record["workload"] == kind], kind, options)
         if warning(options):  # again, next to the numbers
             print(warning(options))
         return 0

@@ -50,6 +50,7 @@ CHAT_TEMPLATE = (
 CURRICULUM = ((0.2, 112 / (MAX_PROMPT_TOKENS + SMALL.max_response_tokens)),)
 SHORTEST_CONTEXT = 1024
 MICRO_BATCH, CHUNK = 16, 2048  # demonstrations
+WARM_UP = 100  # steps, at most a tenth of all
 IGNORE = -100  # label that the loss skips
 
 
@@ -83,7 +84,7 @@ class Size:
     lr: float
 
 
-SIZES = {"small": Size(128, 3, 32, 0.06, 1400, 2e-3), "large": Size(640, 9, 64, 0.02, 800, 1e-3)}
+SIZES = {"small": Size(128, 3, 32, 0.06, 1400, 2e-3), "large": Size(640, 9, 64, 0.02, 300, 1e-3)}
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, size: Size, scale: Scale = SMALL) -> Qwen2ForCausalLM:
@@ -203,9 +204,10 @@ def train(model: Qwen2ForCausalLM, corpus: Corpus, steps: int, size: int, peak_l
     groups = [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=peak_lr, betas=(0.9, 0.98))
     began = shown = time.time()
+    warm_up = max(1, min(WARM_UP, steps // 10))
     model.train()
     for step, batch in enumerate(corpus.batches(steps, size)):
-        lr = peak_lr * min(1.0, (step + 1) / 100) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        lr = peak_lr * min(1.0, (step + 1) / warm_up) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = accumulate(model, batch, corpus.tokenizer.pad_token_id)

@@ -49,7 +49,7 @@ def test_all_books_agree_on_two_replicas(tmp_path):
     plain, barrier, carrying = runs[:3]
     assert plain["decoded"] == barrier["decoded"]  # who waits for all decodes the same work
     assert carrying["waste"]["left_over"] > 0 == barrier["waste"]["left_over"]
-    assert "es-grpo against verl" in done.stdout
+    assert "math: sync es-grpo against verl" in done.stdout
 
 
 def test_without_the_hook_it_stops(tmp_path):

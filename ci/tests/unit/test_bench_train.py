@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench import ablation, train
@@ -44,7 +46,7 @@ def test_data_is_whole_or_not_there(tmp_path, monkeypatch):
     options = train.parse(["--scale", "large", "--prompts", "3", "--out", str(tmp_path)])
     options.model.mkdir(parents=True)
     (options.model / "config.json").write_text("{}")  # is there: not trained again
-    monkeypatch.setitem(train.SETTINGS, "large", train.Setting(1024, 2, 10, 32, 256, 8192, 5e-5))
+    monkeypatch.setitem(train.SETTINGS, "large", replace(train.SETTINGS["large"], validation=2))
     data = train.prepare(options, [1, 2])
     assert sorted(path.name for path in data[2].iterdir()) == ["train.parquet", "val.parquet"]
     assert data[1] != data[2] and not list(tmp_path.glob("*.partial"))
