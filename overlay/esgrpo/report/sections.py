@@ -39,7 +39,7 @@ class Content:
 TABLES = {
     "engine": policy_tables.policies, "simulation": policy_tables.policies, "tau": policy_tables.tau,
     "study": study.study, "validation": policy_tables.validation,
-    "ablation": tables.ablation, "comparison": tables.comparison, "run": tables.run,
+    "ablation": tables.ablation, "robustness": tables.robustness, "comparison": tables.comparison, "run": tables.run,
     "prompt sampling": tables.prompt_sampling, "estimator bias": tables.estimator_bias,
     "scheduler cost": tables.scheduler_cost, "decode overhead": tables.decode_overhead, "start-up": tables.startup,
     "check": tables.check,
@@ -54,7 +54,7 @@ ORDER = (
     ("Rollout on real engines", ("engine", "tau"),
      "The same target lengths are enforced for every policy, so that all decode the same work; nothing is timed before "
      "warm-up."),
-    ("Training", ("ablation", "comparison", "run"),
+    ("Training", ("ablation", "robustness", "comparison", "run"),
      "Whole runs of verl under the same command and the same wall-time budget; arms differ in switches."),
     ("Simulation", ("validation", "study", "simulation", "prompt sampling", "estimator bias"),
      "A virtual clock drives the overlay's own decision code. These numbers are simulated: what to expect, not what "
@@ -115,7 +115,7 @@ def _on_gpu(record: Record) -> bool:
 def caveats(record: Record) -> list[str]:
     """What a reader must know before quoting a number of this record."""
     found = list(record.notes)
-    if record.kind == "ablation":
+    if record.kind in ("ablation", "robustness"):
         arms = _arms(record)
         if min(map(len, arms.values()), default=0) < FEW_SEEDS:
             found.append(f"Fewer than {FEW_SEEDS} seeds in some arm: a difference can be chance.")

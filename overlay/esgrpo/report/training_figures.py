@@ -19,7 +19,7 @@ RATIO_KEYS = ("effective tokens/s", "time to target, s", "samples to target")
 def curves_of(record: Record) -> dict[str, list[dict]]:
     """Arm -> curves, one entry per seed; empty for a record from before curves were kept."""
     found = record.data.get("curves", {})
-    if record.kind == "ablation":
+    if record.kind in ("ablation", "robustness"):
         return {arm: list(seeds.values()) for arm, seeds in found.items() if seeds}
     if record.kind == "run":
         return {name: [one["curves"]] for name, one in record.data["runs"].items()}
