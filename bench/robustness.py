@@ -49,7 +49,11 @@ OVERLONG_TOKENS = 128  # at the end of the budget, in which the penalty grows fr
 BATCH = 8  # prompts of an optimiser step
 STEPS_PER_SYNC = 4  # of the study of losses
 OBSERVED = (f"{ACTOR}.calculate_entropy=True",)  # logged, not trained: its coefficient is 0
-BEGAN, ATTEMPTS = "training/global_step", 2
+BEGAN, ATTEMPTS = "actor/grad_norm", 2
+LOGGED = {"training reward": ("critic/score/mean",), "response length": ("response_length/mean",),
+          "entropy": ("actor/entropy_loss",),  # vanilla losses say how far they are from the old policy as ppo_kl
+          "KL to the old policy": ("actor/ppo_kl", *(f"esgrpo/{name}/log_kl_rollout_current"
+                                                     for name in ("sais", "pois")))}
 COMPARED = "held-out reward, end"
 
 DAPO = (
@@ -121,12 +125,13 @@ def is_over(run_dir: Path, lines: list[str]) -> bool:
     if not (run_dir / "arm.json").exists():
         return False
     found = json.loads((run_dir / "arm.json").read_text())
-    return found["overrides"] == lines and (found["return_code"] == 0 or any(BEGAN in row for row in logged(run_dir)))
+    return found["overrides"] == lines and (found["return_code"] == 0 or any(
+        BEGAN in row["data"] for row in logged(run_dir)))
 
 
 def logged(run_dir: Path) -> list[dict]:
-    """verl's metrics, a row per optimiser step or evaluation."""
-    return [json.loads(line)["data"] for line in (run_dir / "metrics-timed.jsonl").read_text().splitlines()]
+    """verl's metrics with the time of their arrival, a row per update or evaluation."""
+    return [json.loads(line) for line in (run_dir / "metrics-timed.jsonl").read_text().splitlines()]
 
 
 def run_one(cell: Cell, name: str, seed: int, options) -> None:
@@ -139,9 +144,9 @@ def run_one(cell: Cell, name: str, seed: int, options) -> None:
             main=stack.MAIN_PPO if cell.mode else stack.FULLY_ASYNC)
 
 
-def _quarters(rows: list[dict], key: str) -> tuple[float | None, float | None]:
-    """Means over the first and the last quarter of the steps."""
-    values = [row[key] for row in rows if key in row]
+def _quarters(rows: list[dict], *keys: str) -> tuple[float | None, float | None]:
+    """Means over the first and the last quarter of the steps; of several keys a row has one."""
+    values = [row[key] for row in rows for key in keys if key in row]
     count = math.ceil(len(values) / 4)
     return (statistics.fmean(values[:count]), statistics.fmean(values[-count:])) if values else (None, None)
 
@@ -150,24 +155,22 @@ def finite(value):
     return value if value is None or math.isfinite(value) else None  # JSON has no word for the others
 
 
-def measures(run_dir: Path) -> tuple[dict[str, float | None], dict]:
+def measures(cell: Cell, run_dir: Path) -> tuple[dict[str, float | None], dict]:
     """The numbers of one run, and its curves; None where it has no such number."""
-    rows, record = logged(run_dir), json.loads((run_dir / "arm.json").read_text())
-    timed = [json.loads(line) for line in (run_dir / "metrics-timed.jsonl").read_text().splitlines()]
-    result = compare.load(run_dir)
+    timed, record, result = logged(run_dir), json.loads((run_dir / "arm.json").read_text()), compare.load(run_dir)
+    rows = [row["data"] for row in timed]
     rewards = [reward for _, reward in result.evaluations]
     numbers = [value for row in rows for value in row.values() if isinstance(value, float)]
     found = {"held-out reward, start": rewards[0] if rewards else None,
              COMPARED: statistics.fmean(rewards[1:][-2:]) if rewards[1:] else None,
              "held-out reward, best": max(rewards, default=None)}
-    for what, key in (("training reward", "critic/score/mean"), ("response length", "response_length/mean"),
-                      ("entropy", "actor/entropy_loss"), ("KL to the rollout policy", "actor/ppo_kl")):
-        found[f"{what}, first quarter"], found[f"{what}, last quarter"] = _quarters(rows, key)
-    norms = [row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row]
+    for what, keys in LOGGED.items():
+        found[f"{what}, first quarter"], found[f"{what}, last quarter"] = _quarters(rows, *keys)
+    norms = [row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row]  # fully async: mean of a version
     found |= {"gradient norm, max": max(filter(math.isfinite, norms), default=None),
               "non-finite numbers": sum(not math.isfinite(value) for value in numbers),
               "crashed": float(record["return_code"] != 0 and not record["stopped_at_budget"]),
-              "optimiser steps": sum("actor/grad_norm" in row for row in rows),
+              "optimiser steps": len(norms) * (1 if cell.mode else STEPS_PER_SYNC),
               "samples trained": len(read(str(run_dir), "trained")),
               "groups filtered": sum(row.get("training/filter_groups/evicted_samples", 0) for row in rows),
               "start-up, s": record["ready"] - record["started"], "wall, s": timed[-1]["time"] - record["ready"]}
@@ -189,9 +192,8 @@ def table(found: dict[str, dict[int, dict]], study: str) -> list[list[str]]:
                 continue
             pairs = [(numbers[COMPARED], theirs[seed][COMPARED]) for seed, numbers in mine.items() if seed in theirs]
             less = spread([None if None in pair else pair[0] - pair[1] for pair in pairs])
-            columns = [[spread([numbers.get(key) for numbers in mine.values()]) for key in keys]
-                       for keys in (shown, also)]
-            rows.append([cell.name, name, str(len(mine)), *columns[0], "" if name == base else less, *columns[1]])
+            first, rest = ([spread([one.get(key) for one in mine.values()]) for key in keys] for keys in (shown, also))
+            rows.append([cell.name, name, str(len(mine)), *first, "" if name == base else less, *rest])
     return rows
 
 
@@ -203,7 +205,7 @@ def collect(runs: list[tuple[Cell, str, int]], options) -> tuple[dict, dict, lis
         label, run_dir = f"{cell.name}, {name}", run_dir_of(cell, name, seed, options)
         over = is_over(run_dir, overrides(cell, name, seed, run_dir, options))
         if over:
-            found[label][seed], curves[label][seed] = measures(run_dir)
+            found[label][seed], curves[label][seed] = measures(cell, run_dir)
             numbers = found[label][seed]
         if not over or numbers["crashed"]:
             steps = f"after {numbers['optimiser steps']} optimiser steps" if over else "before training"
@@ -220,8 +222,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cells", help="some of the study's settings only, with commas between them")
     parser.add_argument("--arms", help="some of the study's arms only")
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--steps", type=int, default=40, help=f"optimiser steps of a run, a multiple of "
-                        f"{STEPS_PER_SYNC}")
+    parser.add_argument("--steps", type=int, default=40, help=f"optimiser steps, a multiple of {STEPS_PER_SYNC}")
     parser.add_argument("--test-every", type=int, default=8, help="optimiser steps between held-out evaluations")
     parser.add_argument("--limit", type=float, default=1800.0, help="wall seconds of a run after start-up, at most")
     parser.add_argument("--prompts", type=int, default=ablation.TRAINING_PROMPTS, help="of the training set")

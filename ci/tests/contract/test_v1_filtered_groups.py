@@ -1,4 +1,4 @@
-"""Dynamic sampling of verl's v1 trainers beside pruning, on verl's real replay buffer; each beside it without the hook."""
+"""Dynamic sampling of verl's v1 trainers under pruning, on verl's real replay buffer with and without the hook."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from esgrpo.hooks.verl import v1_filtered_groups  # noqa: E402
 pytestmark = pytest.mark.slow
 PRUNE = {"repetition": {"enable": True}, "resolved": {"enable": True}, "audit": {"enable": True}}
 DONE, CUT = {"outcome": "finish"}, {"outcome": "prune", "rule": "resolved"}
+LOOP = {"outcome": "prune", "rule": "repetition"}
 
 
 @pytest.fixture
@@ -26,8 +27,8 @@ def buffer_of(queue, monkeypatch):
     def made(hooked: bool, metric: str = "acc"):
         from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-        buffer = ReplayBufferAsync("separate_async", {}, 8, "drop", {}, poll_interval=0.0, refill_fn=lambda _count: None,
-                                   filter_groups_metric=metric)
+        buffer = ReplayBufferAsync("separate_async", {}, 8, "drop", {}, poll_interval=0.0,
+                                   refill_fn=lambda _count: None, filter_groups_metric=metric)
         if hooked:
             hook = v1_filtered_groups.build(ReplayBufferAsync._dapo_filtered_keys)
             monkeypatch.setattr(buffer, "_dapo_filtered_keys", hook.__get__(buffer))
@@ -53,7 +54,7 @@ def groups(queue) -> None:
     finish(queue, "right", (1.0, True, DONE), (1.0, True, DONE), (0.0, False, tossed))
     finish(queue, "measured", (1.0, True, DONE), (1.0, True, DONE), (0.0, False, {**tossed, "pivot": 0.5}))
     finish(queue, "mixed", (1.0, True, DONE), (0.0, False, DONE), (0.0, False, tossed))
-    finish(queue, "loop", (1.0, True, DONE), (1.0, True, DONE), (0.0, False, {"outcome": "prune", "rule": "repetition"}))
+    finish(queue, "loop", (1.0, True, DONE), (1.0, True, DONE), (0.0, False, LOOP))
     finish(queue, "whole", (1.0, True, DONE), (0.0, False, DONE))
     finish(queue, "equal", (0.0, False, DONE), (0.0, False, DONE))
 

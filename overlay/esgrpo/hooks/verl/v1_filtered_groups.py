@@ -13,8 +13,8 @@ HOOK = Hook(
     target=f"{_BUFFER}._dapo_filtered_keys",
     process=("v1-task-runner",),
     kind="wrap",
-    why="the filter evicts groups whose rows all have the same metric; a pruned row was cut off and is mostly wrong, so "
-        "that a group without a gradient would pass and take the place of one that has",
+    why="the filter evicts groups whose rows all have the same metric; a pruned row was cut off and is mostly wrong, "
+        "so that a group without a gradient would pass and take the place of one that has",
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "02bdeeaa76195148"}),),
     remove_when="verl's filter leaves out rows that are not trained",
     features=("prune",),
