@@ -11,15 +11,16 @@ token-mean, verl's overlong penalty (its reward manager `dapo`, over the last 12
 (algorithm.filter_groups on the accuracy). verl 0.9.1 samples dynamically in its v1 trainers only, and
 separate_async is the one that replaces a filtered group by one prompt (sync draws two for one and throws the surplus
 away) and has a rollout replica of its own, as the overlay's routing and kept requests want: the grid runs there.
-token-mean divides by what pruning leaves; the overlay says so at the start, and the grid keeps it as its users do.
+token-mean divides by what pruning leaves: the overlay says so at the start, and the grid keeps it.
 
 The losses differ on data that later weights train on, so `losses` takes four optimiser steps per weight sync and
-staleness 1 (UloRL, too, steps several times a rollout); responses span versions. `vanilla` is the default of verl's
-fully async mode: the clipped ratio against stored log-probs, which is SAIS in other words and so its control;
-`recomputed` is that of verl's other trainers (bypass_mode=False: log-probs under the last synced weights).
+staleness 1 (UloRL, too, steps several times a rollout); responses span versions. `vanilla` is verl's default there: the clipped
+ratio against stored log-probs, which is SAIS in other words and so its control; `recomputed` is the default of verl's
+other trainers (bypass_mode=False: log-probs under the last synced weights).
 
 A run ends after --steps optimiser steps; --limit only guards. A run that crashes once training began is a result: it
-is kept with its error line, and the command ends with 1. A run that never began is tried once more.
+is kept with its error line, and the command ends with 1. A run that never began is tried once more. An interrupted
+command goes on where it was; seeds follow one another, so that what is there by then compares.
 """
 
 from __future__ import annotations
@@ -122,9 +123,8 @@ def run_dir_of(cell: Cell, name: str, seed: int, options) -> Path:
 
 def is_over(run_dir: Path, lines: list[str]) -> bool:
     """True for a run of this command that came to its end, or to a crash after its first optimiser step."""
-    if not (run_dir / "arm.json").exists():
-        return False
-    found = json.loads((run_dir / "arm.json").read_text())
+    record = run_dir / "arm.json"
+    found = json.loads(record.read_text()) if record.exists() else {"overrides": None}
     return found["overrides"] == lines and (found["return_code"] == 0 or any(
         BEGAN in row["data"] for row in logged(run_dir)))
 
@@ -137,8 +137,6 @@ def logged(run_dir: Path) -> list[dict]:
 def run_one(cell: Cell, name: str, seed: int, options) -> None:
     run_dir = run_dir_of(cell, name, seed, options)
     lines = overrides(cell, name, seed, run_dir, options)
-    if is_over(run_dir, lines):
-        return
     shutil.rmtree(run_dir, ignore_errors=True)
     arm.run(f"{cell.name}, {name} seed {seed}", lines, run_dir, ROOT / "overlay", budget_s=options.limit, say=say,
             main=stack.MAIN_PPO if cell.mode else stack.FULLY_ASYNC)
@@ -149,10 +147,6 @@ def _quarters(rows: list[dict], *keys: str) -> tuple[float | None, float | None]
     values = [row[key] for row in rows for key in keys if key in row]
     count = math.ceil(len(values) / 4)
     return (statistics.fmean(values[:count]), statistics.fmean(values[-count:])) if values else (None, None)
-
-
-def finite(value):
-    return value if value is None or math.isfinite(value) else None  # JSON has no word for the others
 
 
 def measures(cell: Cell, run_dir: Path) -> tuple[dict[str, float | None], dict]:
@@ -175,7 +169,8 @@ def measures(cell: Cell, run_dir: Path) -> tuple[dict[str, float | None], dict]:
               "groups filtered": sum(row.get("training/filter_groups/evicted_samples", 0) for row in rows),
               "start-up, s": record["ready"] - record["started"], "wall, s": timed[-1]["time"] - record["ready"]}
     found = {**ablation.measures(run_dir, result), **found}
-    return {key: finite(value) for key, value in found.items()}, result.curves
+    return {key: None if value is None or not math.isfinite(value) else value  # JSON has no word for the others
+            for key, value in found.items()}, result.curves
 
 
 def table(found: dict[str, dict[int, dict]], study: str) -> list[list[str]]:
@@ -220,7 +215,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.robustness", description=__doc__.partition("\n")[0])
     parser.add_argument("--study", choices=("grid", "modes", "losses"), required=True)
     parser.add_argument("--cells", help="some of the study's settings only, with commas between them")
-    parser.add_argument("--arms", help="some of the study's arms only")
+    parser.add_argument("--arms", help="likewise")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=40, help=f"optimiser steps, a multiple of {STEPS_PER_SYNC}")
     parser.add_argument("--test-every", type=int, default=8, help="optimiser steps between held-out evaluations")
@@ -232,6 +227,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cores", type=int, default=2, help="of each of them")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "robustness")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
+    parser.add_argument("--collect", action="store_true", help="start nothing: a table of the runs that are there")
     parser.add_argument("--here", action="store_true", help="in this process and without a table: what --jobs starts")
     options = parser.parse_args(argv)
     options.out, options.replicas = options.out.resolve(), 1
@@ -254,7 +250,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int | str:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
@@ -269,13 +265,13 @@ def main(argv: list[str] | None = None) -> int:
                 "--seeds", str(seed), "--here"]
 
     try:
-        for cell in {cell.task: cell for cell in options.settings}.values():
+        for cell in options.settings:
             ablation.prepare_data(seeds, data_options(cell, options))
         if options.here:
             for run in runs.values():
                 run_one(*run, options)
             return 0
-        for _ in range(ATTEMPTS):
+        for _ in range(0 if options.collect else ATTEMPTS):
             waiting = [key for key, (cell, name, seed) in runs.items() if not is_over(
                 run_dir := run_dir_of(cell, name, seed, options), overrides(cell, name, seed, run_dir, options))]
             if waiting:
@@ -283,6 +279,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted; every process of the run has been ended; the same command goes on from here")
         return 130
+    except RuntimeError as error:  # of the one run that is made here; the caller reads its log
+        return f"esgrpo: {error}"
     found, curves, failed = collect(list(runs.values()), options)
     for line in failed:
         say(ablation.without_folders(line))

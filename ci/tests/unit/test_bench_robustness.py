@@ -155,6 +155,13 @@ def test_a_run_that_never_began_is_tried_twice_and_named(tmp_path, monkeypatch):
     assert json.loads(results.read_text())["failed"] == ["fully async, pois seed 1, before training: not started"]
 
 
+def test_what_is_there_can_be_collected_without_a_start(finished, tmp_path):
+    assert robustness.main([*finished, "--seeds", "1,2,3", "--collect"]) == 1
+    written = json.loads((tmp_path / "results" / "robustness.json").read_text())
+    assert written["seeds"] == [1, 2, 3] and set(written["measures"]["sync, plain"]) == {"1", "2"}
+    assert "sync, plain seed 3, before training: not started" in written["failed"]
+
+
 def test_a_child_makes_one_run(tmp_path, monkeypatch):
     commands, started = [], []
     monkeypatch.setattr(robustness.ablation, "prepare_data", lambda *_: None)

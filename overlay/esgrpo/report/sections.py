@@ -71,6 +71,8 @@ EXPECTED = (
     ("tau(b), time of a decode step", lambda rs: _any(rs, "tau"), "python -m bench.engine.tau --out FILE"),
     ("Ablation of the modules in training", lambda rs: any(r.kind == "ablation" and len(_arms(r)) > 3 for r in rs),
      "python -m bench.ablation --results FILE"),
+    ("Training under other tasks, algorithms and sizes", lambda rs: _any(rs, "robustness"),
+     "python -m bench.robustness --study grid --model-medium DIR --results FILE"),
     ("Training on GPUs, three seeds or more", lambda rs: any(
         r.kind == "ablation" and _on_gpu(r) and min(map(len, _arms(r).values()), default=0) > 2 for r in rs),
      "ESGRPO_BENCH_DEVICE=cuda python -m bench.ablation --results FILE"),
