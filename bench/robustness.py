@@ -14,9 +14,9 @@ away) and has a rollout replica of its own, as the overlay's routing and kept re
 token-mean divides by what pruning leaves: the overlay says so at the start, and the grid keeps it.
 
 The losses differ on data that later weights train on, so `losses` takes four optimiser steps per weight sync and
-staleness 1 (UloRL, too, steps several times a rollout); responses span versions. `vanilla` is verl's default there: the clipped
-ratio against stored log-probs, which is SAIS in other words and so its control; `recomputed` is the default of verl's
-other trainers (bypass_mode=False: log-probs under the last synced weights).
+staleness 1; UloRL, too, steps several times a rollout. `vanilla` is verl's default there, the clipped ratio against
+stored log-probs: SAIS in other words, and so its control. `recomputed` is the default of verl's other trainers
+(bypass_mode=False: log-probs under the last synced weights).
 
 A run ends after --steps optimiser steps; --limit only guards. A run that crashes once training began is a result: it
 is kept with its error line, and the command ends with 1. A run that never began is tried once more. An interrupted
@@ -64,7 +64,6 @@ DAPO = (
     f"{REWARD}.overlong_buffer_cfg.log=False", "algorithm.filter_groups.enable=True",
     "algorithm.filter_groups.metric=acc")
 ALGORITHMS = {"grpo": (), "dapo": DAPO}
-MODES = ("sync", "colocate_async", "separate_async")
 STATIC = tuple(ablation.ARMS["static"])
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 ARMS = {"plain": tuple(ablation.ARMS["off"]), "overlay": tuple(ablation.ARMS["all"])}
@@ -86,7 +85,7 @@ class Cell:
 
 def cells(study: str) -> list[Cell]:
     if study == "modes":
-        return [Cell(mode, "search", mode) for mode in MODES]
+        return [Cell(mode, "search", mode) for mode in ("sync", "colocate_async", "separate_async")]
     if study == "losses":
         return [Cell("fully async", "search")]
     return [Cell(f"{task} {algorithm} {size}", task, "separate_async", own, size) for size in ("small", "medium")
@@ -194,8 +193,8 @@ def table(found: dict[str, dict[int, dict]], study: str) -> list[list[str]]:
 
 def collect(runs: list[tuple[Cell, str, int]], options) -> tuple[dict, dict, list[str]]:
     """Measures, curves and error lines of all runs."""
-    names = list(dict.fromkeys(f"{cell.name}, {name}" for cell, name, _ in runs))
-    found, curves, failed = {name: {} for name in names}, {name: {} for name in names}, []
+    found, curves = ({f"{cell.name}, {name}": {} for cell, name, _ in runs} for _ in range(2))
+    failed = []
     for cell, name, seed in runs:
         label, run_dir = f"{cell.name}, {name}", run_dir_of(cell, name, seed, options)
         over = is_over(run_dir, overrides(cell, name, seed, run_dir, options))
