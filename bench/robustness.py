@@ -57,13 +57,12 @@ LOGGED = {"training reward": ("critic/score/mean",), "response length": ("respon
                                                      for name in ("sais", "pois")))}
 COMPARED = "held-out reward, end"
 
-DAPO = (
+ALGORITHMS = {"grpo": (), "dapo": (
     f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.loss_agg_mode=token-mean", "reward.reward_manager.name=dapo",
     f"{REWARD}.max_resp_len={MAX_RESPONSE_TOKENS}", f"{REWARD}.overlong_buffer_cfg.enable=True",
     f"{REWARD}.overlong_buffer_cfg.len={OVERLONG_TOKENS}", f"{REWARD}.overlong_buffer_cfg.penalty_factor=1.0",
     f"{REWARD}.overlong_buffer_cfg.log=False", "algorithm.filter_groups.enable=True",
-    "algorithm.filter_groups.metric=acc")
-ALGORITHMS = {"grpo": (), "dapo": DAPO}
+    "algorithm.filter_groups.metric=acc")}
 STATIC = tuple(ablation.ARMS["static"])
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 ARMS = {"plain": tuple(ablation.ARMS["off"]), "overlay": tuple(ablation.ARMS["all"])}
@@ -153,23 +152,26 @@ def measures(cell: Cell, run_dir: Path) -> tuple[dict[str, float | None], dict]:
     timed, record, result = logged(run_dir), json.loads((run_dir / "arm.json").read_text()), compare.load(run_dir)
     rows = [row["data"] for row in timed]
     rewards = [reward for _, reward in result.evaluations]
-    numbers = [value for row in rows for value in row.values() if isinstance(value, float)]
     found = {"held-out reward, start": rewards[0] if rewards else None,
              COMPARED: statistics.fmean(rewards[1:][-2:]) if rewards[1:] else None,
              "held-out reward, best": max(rewards, default=None)}
     for what, keys in LOGGED.items():
         found[f"{what}, first quarter"], found[f"{what}, last quarter"] = _quarters(rows, *keys)
+    per_row = 1 if cell.mode else STEPS_PER_SYNC
+    steps = [row["step"] * per_row for row in timed if any(key.startswith("val-core/") for key in row["data"])]
+    curves = {**result.curves, "by_step": [list(point) for point in zip(steps, rewards, strict=False)]}
     norms = [row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row]  # fully async: mean of a version
     found |= {"gradient norm, max": max(filter(math.isfinite, norms), default=None),
-              "non-finite numbers": sum(not math.isfinite(value) for value in numbers),
+              "non-finite numbers": sum(
+                  not math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float)),
               "crashed": float(record["return_code"] != 0 and not record["stopped_at_budget"]),
-              "optimiser steps": len(norms) * (1 if cell.mode else STEPS_PER_SYNC),
+              "optimiser steps": len(norms) * per_row,
               "samples trained": len(read(str(run_dir), "trained")),
               "groups filtered": sum(row.get("training/filter_groups/evicted_samples", 0) for row in rows),
               "start-up, s": record["ready"] - record["started"], "wall, s": timed[-1]["time"] - record["ready"]}
     found = {**ablation.measures(run_dir, result), **found}
     return {key: None if value is None or not math.isfinite(value) else value  # JSON has no word for the others
-            for key, value in found.items()}, result.curves
+            for key, value in found.items()}, curves
 
 
 def table(found: dict[str, dict[int, dict]], study: str) -> list[list[str]]:
@@ -281,13 +283,11 @@ def main(argv: list[str] | None = None) -> int | str:
     except RuntimeError as error:  # of the one run that is made here; the caller reads its log
         return f"esgrpo: {error}"
     found, curves, failed = collect(list(runs.values()), options)
-    for line in failed:
-        say(ablation.without_folders(line))
-    base = next(iter(arms(options.study)))
+    say(f"{len(runs) - len(failed)} of {len(runs)} runs came to their end" + "".join(f"\n  {line}" for line in failed))
     notes = [f"study {options.study}, seeds {options.seeds}, {options.steps} optimiser steps of {BATCH} prompts x 8, "
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
              f"{ablation.device(options)} for one trainer and one rollout replica, {options.jobs} runs side by side",
-             f"median [range] over seeds; differences to {base} within a seed; end: mean of the last two evaluations"]
+             "median [range] over seeds; differences within a seed; end: mean of the last two evaluations"]
     own = {f"{cell.name}, {name}": [*OBSERVED, *cell.own, *switches] for cell in options.settings
            for name, switches in arms(options.study).items() if name in options.arms}
     return ablation.publish(table(found, options.study), notes, options, {

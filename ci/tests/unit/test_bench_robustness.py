@@ -8,7 +8,7 @@ import os
 import pytest
 
 from bench import ablation, robustness, stack
-from esgrpo.report import load, tables
+from esgrpo.report import load, tables, training_figures
 
 SEGMENT = ablation.SEGMENT.lstrip("+")
 LOSS, BYPASS = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
@@ -136,12 +136,16 @@ def test_a_crash_is_a_result(finished, tmp_path, capsys):
 
 
 def test_the_report_sets_the_arms_side_by_side(finished, tmp_path):
+    pytest.importorskip("matplotlib")
     robustness.main(finished)
     record, = load.records(tmp_path / "results")
     assert record.kind == "robustness" and record.seeds == ("1", "2")
     shown = tables.robustness(record)
     assert shown[0].rows == record.data["table"]
     assert "lost it" in str(next(table for table in shown if table.title == "Failed runs").rows)
+    assert record.data["curves"]["sync, overlay"]["1"]["by_step"][-1] == [4, 0.9]
+    figure, = training_figures.robustness(record)
+    assert "optimiser steps" in figure.svg and "overlay" in figure.svg
 
 
 def test_a_run_that_never_began_is_tried_twice_and_named(tmp_path, monkeypatch):

@@ -47,7 +47,8 @@ TABLES = {
 FIGURES = {
     "engine": policy_figures.policies, "simulation": policy_figures.policies, "tau": policy_figures.tau,
     "study": study.figures, "validation": policy_figures.validation,
-    "ablation": training_figures.training, "comparison": training_figures.training, "run": training_figures.training,
+    "ablation": training_figures.training, "robustness": training_figures.robustness,
+    "comparison": training_figures.training, "run": training_figures.training,
 }
 # title, kinds, lead
 ORDER = (

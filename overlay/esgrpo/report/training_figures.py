@@ -36,6 +36,33 @@ def training(record: Record) -> list[Figure]:
     return [figure for figure in figures if figure]
 
 
+def robustness(record: Record) -> list[Figure]:
+    """Held-out reward over optimiser steps, a panel per setting."""
+    curves = curves_of(record)
+    panels = {cell: {name.removeprefix(f"{cell}, "): [{"evaluations": one["by_step"], "target": None}
+                                                      for one in curves[name]] for name in names if name in curves}
+              for cell, names in record.data["cells"].items()}
+    panels = {cell: arms for cell, arms in panels.items() if arms}
+    if not panels:
+        return []
+    columns = min(PANELS, len(panels))
+    rows = -(-len(panels) // columns)
+    with plots.drawing(rows, columns, 0.8 + 1.8 * rows, sharex=True, sharey=True) as (axes, done):
+        for axis, (cell, arms) in zip(axes, panels.items(), strict=False):
+            palette = plots.colours(list(arms))
+            for arm, seeds in arms.items():
+                _reward_line(axis, arm, seeds, palette[arm])
+            axis.set(title=cell)
+            axis.grid(axis="y")
+            axis.legend(handlelength=1.2)
+        for axis in axes[len(panels):]:
+            axis.set_visible(False)
+        plots.outer_labels(axes[0].figure, "optimiser steps", "mean reward")
+        return [Figure("Held-out reward over optimiser steps, by setting",
+                       "Median over seeds, band from the lowest to the highest seed; an evaluation holds until the "
+                       "next one.", done())]
+
+
 def _ratios(record: Record) -> Figure | None:
     measures = {arm: seeds for arm, seeds in record.data["measures"].items() if seeds}
     base = baseline_of(measures)
