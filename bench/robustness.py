@@ -228,7 +228,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cores", type=int, default=2, help="of each of them")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "robustness")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
-    parser.add_argument("--collect", action="store_true", help="start nothing: a table of the runs that are there")
+    parser.add_argument("--collect", action="store_true", help="start nothing: a table of what is there")
     parser.add_argument("--here", action="store_true", help="in this process and without a table: what --jobs starts")
     options = parser.parse_args(argv)
     options.out, options.replicas = options.out.resolve(), 1

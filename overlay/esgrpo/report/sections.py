@@ -56,7 +56,8 @@ ORDER = (
      "The same target lengths are enforced for every policy, so that all decode the same work; nothing is timed before "
      "warm-up."),
     ("Training", ("ablation", "robustness", "comparison", "run"),
-     "Whole runs of verl under the same command and the same wall-time budget; arms differ in switches."),
+     "Whole runs of verl under the same command and the same wall-time budget, or for the same number of updates where "
+     "a record says so; arms differ in switches."),
     ("Simulation", ("validation", "study", "simulation", "prompt sampling", "estimator bias"),
      "A virtual clock drives the overlay's own decision code. These numbers are simulated: what to expect, not what "
      "was seen."),
