@@ -131,6 +131,7 @@ def test_a_crash_is_a_result(finished, tmp_path, capsys):
     assert "NaN" not in text and str(tmp_path) not in text
     plain = written["measures"]["sync, plain"]["1"]
     assert plain["held-out reward, end"] == pytest.approx(0.75) and plain["gradient norm, max"] == 4.0
+    assert plain["step time, s"] == 25.0  # four steps in the 100 s that it ran, whatever the limit
     head, _, row = written["table"]
     assert dict(zip(head, row, strict=True))["held-out reward, end, less plain"] == "0 [-0.1, 0.1]"
 
