@@ -199,16 +199,16 @@ def collect(runs: list[tuple[Cell, str, int]], options) -> tuple[dict, dict, lis
     failed = []
     for cell, name, seed in runs:
         label, run_dir = f"{cell.name}, {name}", run_dir_of(cell, name, seed, options)
-        over = is_over(run_dir, overrides(cell, name, seed, run_dir, options))
-        if over:
-            found[label][seed], curves[label][seed] = measures(cell, run_dir)
-            numbers = found[label][seed]
-        if not over or numbers["crashed"]:
-            steps = f"after {numbers['optimiser steps']} optimiser steps" if over else "before training"
-            log = run_dir / "log.txt"
-            failed.append(f"{label} seed {seed}, {steps}: {arm.error_line(log) if log.exists() else 'not started'}")
-        elif numbers["optimiser steps"] < options.steps:
-            failed.append(f"{label} seed {seed}: {numbers['optimiser steps']} of {options.steps} optimiser steps")
+        cause = arm.error_line(run_dir / "log.txt") if run_dir.exists() else "not started"
+        try:
+            if is_over(run_dir, overrides(cell, name, seed, run_dir, options)):
+                found[label][seed], curves[label][seed] = measures(cell, run_dir)
+        except (OSError, LookupError, ValueError) as error:  # a killed run may leave half a line
+            cause = f"{cause}, {type(error).__name__} in its records"
+        numbers = found[label].get(seed, {"crashed": True, "optimiser steps": 0})
+        if numbers["crashed"] or numbers["optimiser steps"] < options.steps:
+            cause = cause if numbers["crashed"] else "stopped at its limit"
+            failed.append(f"{label} seed {seed}, {numbers['optimiser steps']} optimiser steps: {cause}")
     return found, curves, failed
 
 

@@ -127,13 +127,22 @@ def test_a_crash_is_a_result(finished, tmp_path, capsys):
     overlay = written["measures"]["sync, overlay"]
     assert overlay["2"]["crashed"] == 1.0 and overlay["1"]["crashed"] == 0.0
     assert overlay["2"]["non-finite numbers"] == 1 and overlay["2"]["optimiser steps"] == 2
-    assert written["failed"] == ["sync, overlay seed 2, after 2 optimiser steps: RuntimeError: lost it (in file.py)"]
+    assert written["failed"] == ["sync, overlay seed 2, 2 optimiser steps: RuntimeError: lost it (in file.py)"]
     assert "NaN" not in text and str(tmp_path) not in text
     plain = written["measures"]["sync, plain"]["1"]
     assert plain["held-out reward, end"] == pytest.approx(0.75) and plain["gradient norm, max"] == 4.0
     assert plain["step time, s"] == 25.0  # four steps in the 100 s that it ran, whatever the limit
     head, _, row = written["table"]
     assert dict(zip(head, row, strict=True))["held-out reward, end, less plain"] == "0 [-0.1, 0.1]"
+
+
+def test_records_cut_short_do_not_hide_the_other_runs(finished, tmp_path):
+    (tmp_path / "modes-sync-overlay-2" / "esgrpo" / "responses-1.jsonl").write_text('{"time": 1')
+    assert robustness.main(finished) == 1
+    written = json.loads((tmp_path / "results" / "robustness.json").read_text())
+    assert set(written["measures"]["sync, overlay"]) == {"1"}
+    assert written["failed"] == [
+        "sync, overlay seed 2, 0 optimiser steps: RuntimeError: lost it (in file.py), JSONDecodeError in its records"]
 
 
 def test_the_report_sets_the_arms_side_by_side(finished, tmp_path):
@@ -157,14 +166,14 @@ def test_a_run_that_never_began_is_tried_twice_and_named(tmp_path, monkeypatch):
     assert robustness.main(["--study", "losses", "--arms", "pois", "--seeds", "1", "--cores", "1", "--out",
                             str(tmp_path), "--results", str(results)]) == 1
     assert tried == [[("fully async,pois", 1)]] * robustness.ATTEMPTS
-    assert json.loads(results.read_text())["failed"] == ["fully async, pois seed 1, before training: not started"]
+    assert json.loads(results.read_text())["failed"] == ["fully async, pois seed 1, 0 optimiser steps: not started"]
 
 
 def test_what_is_there_can_be_collected_without_a_start(finished, tmp_path):
     assert robustness.main([*finished, "--seeds", "1,2,3", "--collect"]) == 1
     written = json.loads((tmp_path / "results" / "robustness.json").read_text())
     assert written["seeds"] == [1, 2, 3] and set(written["measures"]["sync, plain"]) == {"1", "2"}
-    assert "sync, plain seed 3, before training: not started" in written["failed"]
+    assert "sync, plain seed 3, 0 optimiser steps: not started" in written["failed"]
 
 
 def test_a_child_makes_one_run(tmp_path, monkeypatch):
