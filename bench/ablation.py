@@ -156,7 +156,7 @@ def own_command(name: str, seed: int, options) -> list[str]:
 
 
 def run_side_by_side(pairs: list[tuple[str, int]], options, command=own_command) -> None:
-    """Every run as a command of its own on its own cores; what fails there is run and told again by the caller."""
+    """Every run as a command of its own on its own cores; what fails there is the caller's to run again or to tell."""
     cores = sorted(os.sched_getaffinity(0))
     slots = [set(cores[i * options.cores:(i + 1) * options.cores]) for i in range(options.jobs)]
     waiting, running = list(pairs), {}
@@ -179,7 +179,6 @@ def run_side_by_side(pairs: list[tuple[str, int]], options, command=own_command)
             child.terminate()
         for child, _ in running.values():
             child.wait()
-    os.sched_setaffinity(0, slots[0])  # for a run that failed: the caller makes it again
 
 
 def device(options) -> str:
@@ -222,6 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         prepare_data(seeds, options)
         if options.jobs > 1:
             run_side_by_side(pairs, options)
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:options.cores])  # for a run that failed
         for name, seed in pairs:
             try:
                 found[name][seed], curves[name][seed] = run_arm(name, seed, options)
