@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -147,32 +148,37 @@ def run_one(label: str, overrides: list[str], run_dir: Path, budget: float, say=
     return measures(run_dir, result), result.curves
 
 
-def run_side_by_side(pairs: list[tuple[str, int]], options) -> None:
-    """Every run as a command of its own on its own cores; what fails there is run and told again by the caller."""
+def own_command(name: str, seed: int, options) -> list[str]:
+    """This benchmark, for one run."""
+    return ["bench.ablation", "--arms", name, "--seeds", str(seed), "--task", options.task,
+            "--budget", str(options.budget), "--prompts", str(options.prompts),
+            "--replicas", str(options.replicas), "--out", str(options.out)]
+
+
+def run_side_by_side(pairs: list[tuple[str, int]], options, command=own_command) -> None:
+    """Every run as a command of its own on its own cores; what fails there is the caller's to run again or to tell."""
     cores = sorted(os.sched_getaffinity(0))
     slots = [set(cores[i * options.cores:(i + 1) * options.cores]) for i in range(options.jobs)]
     waiting, running = list(pairs), {}
     try:
         while waiting or running:
-            for slot in [slot for slot, child in running.items() if child.poll() is not None]:
-                del running[slot]
+            for slot in [slot for slot, (child, _) in running.items() if child.poll() is not None]:
+                child, label = running.pop(slot)
+                say(f"{label} ended with exit code {child.returncode}, {len(waiting)} to start")
             for slot in [s for s in range(options.jobs) if s not in running][:len(waiting)]:
                 name, seed = waiting.pop(0)
                 os.sched_setaffinity(0, slots[slot])  # inherited by the child
-                running[slot] = subprocess.Popen(
-                    [sys.executable, "-m", "bench.ablation", "--arms", name, "--seeds", str(seed),
-                     "--task", options.task, "--budget", str(options.budget), "--prompts", str(options.prompts),
-                     "--replicas", str(options.replicas), "--out", str(options.out)], cwd=ROOT,
-                    stdout=subprocess.DEVNULL, start_new_session=True)
+                child = subprocess.Popen([sys.executable, "-m", *command(name, seed, options)], cwd=ROOT,
+                                         stdout=subprocess.DEVNULL, start_new_session=True)
+                running[slot] = child, f"{name} seed {seed}"
                 os.sched_setaffinity(0, cores)
-                say(f"ablation: {name} seed {seed} on cores {sorted(slots[slot])}, {len(waiting)} to start")
+                say(f"{name} seed {seed} on cores {sorted(slots[slot])}, {len(waiting)} to start")
             time.sleep(POLL_S)
     finally:
-        for child in running.values():
+        for child, _ in running.values():
             child.terminate()
-        for child in running.values():
+        for child, _ in running.values():
             child.wait()
-    os.sched_setaffinity(0, slots[0])  # for a run that failed: the caller makes it again
 
 
 def device(options) -> str:
@@ -215,6 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         prepare_data(seeds, options)
         if options.jobs > 1:
             run_side_by_side(pairs, options)
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:options.cores])  # for a run that failed
         for name, seed in pairs:
             try:
                 found[name][seed], curves[name][seed] = run_arm(name, seed, options)
@@ -234,17 +241,27 @@ def report(found, curves, failed: list[str], options, arms: dict[str, list[str]]
              f"{device(options)} for one trainer and {options.replicas} rollout "
              f"replica{'s' * (options.replicas > 1)}, {options.jobs} runs side by side",
              "median [range] over seeds; ratios within a seed; waste as a share of spent tokens"]
+    return publish(rows, notes, options, {"arms": arms, "failed": failed, "measures": found, "curves": curves})
+
+
+def without_folders(text: str) -> str:
+    """Absolute paths as their last part: a machine's folders mean nothing to a reader."""
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/:=]+/)+", "", text)
+
+
+def publish(rows: list[list[str]], notes: list[str], options, data: dict) -> int:
+    """Print the table and write the results file; 1 when `data` tells of failed runs."""
     print("\n" + "\n".join(notes) + "\n")
     print_table(rows)
     if options.results:
         options.results.parent.mkdir(parents=True, exist_ok=True)
         module = getattr(sys.modules["__main__"].__spec__, "name", "bench.ablation")
-        command = " ".join(["python -m", module, *sys.argv[1:]])
-        options.results.write_text(json.dumps({
-            "command": command, "commit": commit(), "seeds": list(map(int, options.seeds.split(","))),
-            "device": device(options), "notes": notes, "arms": arms, "failed": failed, "measures": found,
-            "table": rows, "curves": curves}, indent=1) + "\n")
-    return 1 if failed else 0
+        command = without_folders(" ".join(["python -m", module, *sys.argv[1:]]))
+        record = {"command": command, "commit": commit(), "seeds": list(map(int, options.seeds.split(","))),
+                  "device": device(options), "notes": notes, "table": rows, **data,
+                  "failed": [without_folders(line) for line in data["failed"]]}
+        options.results.write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if data["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from bench import stack
 
-READY = "All components initialized successfully"
+# of fully-async training, and of the v1 trainers, which say no sooner that all of their replicas are there
+READY = ("All components initialized successfully", "Initial validation metrics")
 MARKER = "ESGRPO_ARM_ID"  # in the environment of every process of an arm, so that only ours are ever ended
 PROGRESS_PERIOD_S = 5.0
 TERM_GRACE_S = 10.0
@@ -76,7 +77,7 @@ def end_processes(marker: str) -> None:
             time.sleep(0.2)
 
 
-def _error_lines(log: Path) -> str:
+def error_line(log: Path) -> str:
     """The last line that names an error, without Ray's colours and prefixes."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
     lines = [line for line in text.splitlines() if re.search(r"(Error|Exception)\b.*:|^esgrpo: ", line)]
@@ -144,7 +145,7 @@ def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget
     with open(run_dir / "metrics-timed.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in arm.metrics)
     if arm.return_code != 0 and not arm.stopped_at_budget:
-        raise RuntimeError(f"{name}: exit code {arm.return_code}: {_error_lines(log)} (log: {log})")
+        raise RuntimeError(f"{name}: exit code {arm.return_code}: {error_line(log)} (log: {log})")
     return arm
 
 
@@ -152,7 +153,7 @@ def _watch(arm: Arm, process, log: _Tail, metrics: _Tail, budget_s: float | None
     next_progress = 0.0
     while True:
         ended = process.poll() is not None
-        if arm.ready is None and any(READY in line for line in log.lines()):
+        if arm.ready is None and any(mark in line for line in log.lines() for mark in READY):
             arm.ready = time.time()
         arm.metrics += [{"time": time.time(), **json.loads(line)} for line in metrics.lines() if line]
         if ended:

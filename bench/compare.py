@@ -66,7 +66,7 @@ def load(run_dir: Path, devices: int = 2) -> Result:
     arm = json.loads((run_dir / "arm.json").read_text())
     metrics = [json.loads(line) for line in (run_dir / "metrics-timed.jsonl").read_text().splitlines()]
     ready = arm["ready"]
-    end = ready + arm["budget_s"] if arm["budget_s"] else arm["ended"]
+    end = min(arm["ended"], ready + arm["budget_s"]) if arm["budget_s"] else arm["ended"]
     responses = [r for r in read(str(run_dir), "responses") if ready <= r["time"] <= end]
     rows = runs.with_fates(run_dir, ready, end)
     balance = token_balance(runs.settled(rows))

@@ -45,11 +45,11 @@ def say(text: str) -> None:
 
 
 def common_overrides(data: Path, seed: int, *, model: Path = TESTBED / "model", test_every: int = 5,
-                     **sizes) -> list[str]:
-    """Of every arm; `sizes` are those of stack.fully_async."""
+                     trainer=stack.fully_async, **sizes) -> list[str]:
+    """Of every arm; `sizes` are those of `trainer`, a function of bench.stack."""
     return [
-        *stack.fully_async(str(model), str(data / "train.parquet"), str(data / "val.parquet"),
-                           str(TESTBED / "reward.py"), "RUN_DIR", **sizes),
+        *trainer(model=str(model), train_file=str(data / "train.parquet"), val_file=str(data / "val.parquet"),
+                 reward_file=str(TESTBED / "reward.py"), run_dir="RUN_DIR", **sizes),
         f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
         "trainer.val_before_train=True", f"trainer.test_freq={test_every}", 'trainer.logger=["console","file"]',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -59,8 +60,7 @@ def group(worker, results, forecast=CERTAIN):
         member.tokens, member.spans = tokens, [[0, tokens]]
         if member.doomed:
             member.outcome = "prune"
-        # as AgentLoopWorker builds its output: the field is a float, whatever the manager returned
-        return SimpleNamespace(reward_score=float(result["reward_score"]),
+        return SimpleNamespace(reward_score=result["reward_score"],
                                extra_fields={"reward_extra_info": result["reward_extra_info"]})
 
     async def all_of_them():
@@ -106,6 +106,23 @@ def test_the_penalty_makes_rewards_of_correct_samples_differ(manager):
     short, long = scored(manager, 40), scored(manager, 90)
     assert short["reward_score"] == 1.0 and float(long["reward_score"]) == pytest.approx(0.2)
     assert short["reward_extra_info"]["acc"] is long["reward_extra_info"]["acc"] is True
+
+
+def test_an_overlong_response_is_recorded_with_its_penalty(manager, monkeypatch, tmp_path):
+    """verl leaves a tensor as its score, under which the whole group used to fail; a short one's is a float."""
+    from esgrpo.hooks.verl import group_decisions
+    from esgrpo.hooks.verl.records import read
+
+    scores = {tokens: scored(manager, tokens)["reward_score"] for tokens in (40, 90)}
+    with pytest.raises(TypeError):  # the control: what a record makes of it
+        json.dumps(scores)
+    monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
+    group(worker(), [(tokens, scored(manager, tokens)) for tokens in (10, 20, 30, 40, 50, 90)], forecast=None)
+    found = {row["tokens"]: row["score"] for row in read(str(tmp_path), "responses")}
+    assert found[90] == pytest.approx(0.2) and found[40] == 1.0 and len(found) == SIZE
+    v1 = SimpleNamespace(reward_score=scores[90], extra_fields={})
+    assert type(group_decisions.reward_of(v1)[0]) is float
+    assert group_decisions.reward_of(SimpleNamespace(reward_score=None, extra_fields={})) == (None, None)
 
 
 def test_correct_samples_agree_in_spite_of_the_penalty(manager):

@@ -120,7 +120,7 @@ def check_tokens(run_dir: Path) -> None:
 
 
 def test_separate_async_has_every_hook_it_needs(separate):
-    check_hooks(separate, "v1-standalone-start")
+    check_hooks(separate, "v1-standalone-start", "v1-filter-trained-rows")
 
 
 def test_separate_async_trains_whole_groups_once(separate):

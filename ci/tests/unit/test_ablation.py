@@ -89,6 +89,7 @@ def test_runs_side_by_side_have_cores_of_their_own_and_each_runs_once(tmp_path, 
     try:
         os.sched_setaffinity(0, cores)
         ablation.run_side_by_side([("off", 1), ("all", 1), ("off", 2)], options)
+        assert os.sched_getaffinity(0) == set(cores)  # the next ones have the same cores
     finally:
         os.sched_setaffinity(0, before)
     seen = [line.split() for line in (tmp_path / "seen").read_text().splitlines()]

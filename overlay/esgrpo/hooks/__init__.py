@@ -44,6 +44,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.v1_handshake",
     "verl.v1_response_rows",
     "verl.v1_masked_rows",
+    "verl.v1_filtered_groups",
     "verl.v1_advantage",
     "verl.v1_weights",
     "verl.v1_trained_rows",

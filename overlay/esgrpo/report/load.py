@@ -55,6 +55,8 @@ def _kind(data: dict) -> str:
     first = runs_[0] if isinstance(runs_, list) and runs_ and isinstance(runs_[0], dict) else {}
     if has("difference", "table"):
         return "comparison"
+    if has("measures", "cells", "table"):
+        return "robustness"
     if has("measures") and isinstance(data["measures"], dict):
         return "ablation"
     if "predicted_s" in first:
@@ -88,7 +90,7 @@ def _is_simulated(data: dict) -> bool:
 
 OVER_SEEDS = "median [lowest, highest] over seeds"
 SPREADS = {
-    "ablation": OVER_SEEDS, "simulation": OVER_SEEDS, "prompt sampling": OVER_SEEDS,
+    "ablation": OVER_SEEDS, "robustness": OVER_SEEDS, "simulation": OVER_SEEDS, "prompt sampling": OVER_SEEDS,
     "study": "mean [lowest, highest] over seeds", "estimator bias": "z of every seed",
     "engine": "median [lowest, highest] over runs", "validation": "every run shown",
     "comparison": "one run an arm", "check": "none: passes or fails",

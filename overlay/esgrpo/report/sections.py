@@ -39,7 +39,7 @@ class Content:
 TABLES = {
     "engine": policy_tables.policies, "simulation": policy_tables.policies, "tau": policy_tables.tau,
     "study": study.study, "validation": policy_tables.validation,
-    "ablation": tables.ablation, "comparison": tables.comparison, "run": tables.run,
+    "ablation": tables.ablation, "robustness": tables.robustness, "comparison": tables.comparison, "run": tables.run,
     "prompt sampling": tables.prompt_sampling, "estimator bias": tables.estimator_bias,
     "scheduler cost": tables.scheduler_cost, "decode overhead": tables.decode_overhead, "start-up": tables.startup,
     "check": tables.check,
@@ -47,15 +47,17 @@ TABLES = {
 FIGURES = {
     "engine": policy_figures.policies, "simulation": policy_figures.policies, "tau": policy_figures.tau,
     "study": study.figures, "validation": policy_figures.validation,
-    "ablation": training_figures.training, "comparison": training_figures.training, "run": training_figures.training,
+    "ablation": training_figures.training, "robustness": training_figures.robustness,
+    "comparison": training_figures.training, "run": training_figures.training,
 }
 # title, kinds, lead
 ORDER = (
     ("Rollout on real engines", ("engine", "tau"),
      "The same target lengths are enforced for every policy, so that all decode the same work; nothing is timed before "
      "warm-up."),
-    ("Training", ("ablation", "comparison", "run"),
-     "Whole runs of verl under the same command and the same wall-time budget; arms differ in switches."),
+    ("Training", ("ablation", "robustness", "comparison", "run"),
+     "Whole runs of verl under the same command and the same wall-time budget, or for the same number of updates where "
+     "a record says so; arms differ in switches."),
     ("Simulation", ("validation", "study", "simulation", "prompt sampling", "estimator bias"),
      "A virtual clock drives the overlay's own decision code. These numbers are simulated: what to expect, not what "
      "was seen."),
@@ -71,6 +73,8 @@ EXPECTED = (
     ("tau(b), time of a decode step", lambda rs: _any(rs, "tau"), "python -m bench.engine.tau --out FILE"),
     ("Ablation of the modules in training", lambda rs: any(r.kind == "ablation" and len(_arms(r)) > 3 for r in rs),
      "python -m bench.ablation --results FILE"),
+    ("Training under other tasks, algorithms and sizes", lambda rs: _any(rs, "robustness"),
+     "python -m bench.robustness --study grid --model-medium DIR --results FILE"),
     ("Training on GPUs, three seeds or more", lambda rs: any(
         r.kind == "ablation" and _on_gpu(r) and min(map(len, _arms(r).values()), default=0) > 2 for r in rs),
      "ESGRPO_BENCH_DEVICE=cuda python -m bench.ablation --results FILE"),
@@ -115,7 +119,7 @@ def _on_gpu(record: Record) -> bool:
 def caveats(record: Record) -> list[str]:
     """What a reader must know before quoting a number of this record."""
     found = list(record.notes)
-    if record.kind == "ablation":
+    if record.kind in ("ablation", "robustness"):
         arms = _arms(record)
         if min(map(len, arms.values()), default=0) < FEW_SEEDS:
             found.append(f"Fewer than {FEW_SEEDS} seeds in some arm: a difference can be chance.")

@@ -81,13 +81,25 @@ def ablation(record: Record) -> list[Table]:
     rows = [[arm, str(len(seeds)), *([spread(ratios(measures, arm, "effective tokens/s"))] if base else []),
              *[spread([numbers.get(key) for numbers in seeds.values()]) for key in MAIN_MEASURES if key in keys]]
             for arm, seeds in measures.items()]
+    return [Table("Training runs by arm", [head, *rows]), *_every_run(record)]
+
+
+def _every_run(record: Record) -> list[Table]:
+    """Every measure, and what failed."""
+    measures = {arm: seeds for arm, seeds in record.data["measures"].items() if seeds}
+    keys = list(dict.fromkeys(k for seeds in measures.values() for numbers in seeds.values() for k in numbers))
     every = [["", *measures]] + [[key, *[spread([n.get(key) for n in seeds.values()]) for seeds in measures.values()]]
                                  for key in keys]
-    tables = [Table("Training runs by arm", [head, *rows]), Table("Every measure", every, folded=True)]
     missing = [arm for arm, seeds in record.data["measures"].items() if not seeds]
     failures = [[arm, "no run came to its end"] for arm in missing] + [["", text] for text in
                                                                        record.data.get("failed", [])]
-    return tables + ([Table("Failed runs", [["arm", "what happened"], *failures])] if failures else [])
+    return [Table("Every measure", every, folded=True),
+            *([Table("Failed runs", [["arm", "what happened"], *failures])] if failures else [])]
+
+
+def robustness(record: Record) -> list[Table]:
+    return [Table("The same training under other settings, arms side by side", record.data["table"]),
+            *_every_run(record)]
 
 
 def comparison(record: Record) -> list[Table]:

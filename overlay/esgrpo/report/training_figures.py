@@ -19,7 +19,7 @@ RATIO_KEYS = ("effective tokens/s", "time to target, s", "samples to target")
 def curves_of(record: Record) -> dict[str, list[dict]]:
     """Arm -> curves, one entry per seed; empty for a record from before curves were kept."""
     found = record.data.get("curves", {})
-    if record.kind == "ablation":
+    if record.kind in ("ablation", "robustness"):
         return {arm: list(seeds.values()) for arm, seeds in found.items() if seeds}
     if record.kind == "run":
         return {name: [one["curves"]] for name, one in record.data["runs"].items()}
@@ -34,6 +34,33 @@ def training(record: Record) -> list[Figure]:
     if record.kind == "ablation":
         figures.append(_bias(record))
     return [figure for figure in figures if figure]
+
+
+def robustness(record: Record) -> list[Figure]:
+    """Held-out reward over optimiser steps, a panel per setting."""
+    curves = curves_of(record)
+    panels = {cell: {name.removeprefix(f"{cell}, "): [{"evaluations": one["by_step"], "target": None}
+                                                      for one in curves[name]] for name in names if name in curves}
+              for cell, names in record.data["cells"].items()}
+    panels = {cell: arms for cell, arms in panels.items() if arms}
+    if not panels:
+        return []
+    columns = min(PANELS, len(panels))
+    rows = -(-len(panels) // columns)
+    with plots.drawing(rows, columns, 0.8 + 1.8 * rows, sharex=True, sharey=True) as (axes, done):
+        for axis, (cell, arms) in zip(axes, panels.items(), strict=False):
+            palette = plots.colours(list(arms))
+            for arm, seeds in arms.items():
+                _reward_line(axis, arm, seeds, palette[arm])
+            axis.set(title=cell)
+            axis.grid(axis="y")
+            axis.legend(handlelength=1.2)
+        for axis in axes[len(panels):]:
+            axis.set_visible(False)
+        plots.outer_labels(axes[0].figure, "optimiser steps", "mean reward")
+        return [Figure("Held-out reward over optimiser steps, by setting",
+                       "Median over seeds, band from the lowest to the highest seed; an evaluation holds until the "
+                       "next one.", done())]
 
 
 def _ratios(record: Record) -> Figure | None:

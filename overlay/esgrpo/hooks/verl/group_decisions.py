@@ -112,8 +112,10 @@ def _finished(worker, member, output):
 
 
 def reward_of(output) -> tuple:
-    """(score, acc or None) of an AgentLoopOutput."""
-    return output.reward_score, (output.extra_fields.get("reward_extra_info") or {}).get("acc")
+    """(score, acc or None) of an AgentLoopOutput. verl's `dapo` reward manager leaves a tensor as the score of an
+    overlong response; a record and a pruner want a float."""
+    score = output.reward_score
+    return None if score is None else float(score), (output.extra_fields.get("reward_extra_info") or {}).get("acc")
 
 
 async def checkpoint(worker, group: str) -> None:

@@ -88,7 +88,8 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None):
         return None
     if member.spans and member.spans[0][0] >= 0:  # verl's range starts with the version at the end of an attempt
         output.extra_fields["min_global_steps"] = member.spans[0][0]
-    summary = {**member.summary(), "score": output.reward_score, **group_decisions.report(worker, member)}
+    score, _ = group_decisions.reward_of(output)
+    summary = {**member.summary(), "score": score, **group_decisions.report(worker, member)}
     output.extra_fields["esgrpo"] = summary
     write("responses", summary)
     return output

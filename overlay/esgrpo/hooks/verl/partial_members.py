@@ -62,6 +62,7 @@ def _member(worker, group: str, given: dict):
 async def run_member(original, worker, group: str, given: dict, args, kwargs):
     from esgrpo.algo.grouping import CARRIED, FAILED, FINISHED, PRUNED
     from esgrpo.hooks.verl import attempts
+    from esgrpo.hooks.verl.group_decisions import reward_of
     from esgrpo.hooks.verl.group_members import coordinator_of
     from esgrpo.hooks.verl.records import write
 
@@ -84,5 +85,5 @@ async def run_member(original, worker, group: str, given: dict, args, kwargs):
         return output
     summary = member.summary()
     output.extra_fields["esgrpo"] = summary
-    write("responses", {**summary, "score": output.reward_score})
+    write("responses", {**summary, "score": reward_of(output)[0]})
     return output
