@@ -1,8 +1,9 @@
-"""python -m bench.sim.validate RUNS [--tau FILE] [--out FILE]: does the simulator predict what real engines took?
+"""python -m bench.sim.validate RUNS... [--tau FILE] [--out FILE]: does the simulator predict what real engines took?
 
 RUNS is what bench.engine wrote: JSON lines, or one JSON object with `tau` and `runs`. Each run is simulated with the
 same policy, workload and limits on the measured device, which was measured with fixed batches and never saw these
-workloads. --tau: what bench.engine.tau wrote, else the last `tau` record of RUNS.
+workloads: with the median of the `tau` records of the file, which are taken where engines start. (One of them alone
+says less: engines that start beside it disturb it.) --tau, what bench.engine.tau wrote, serves a file that has none.
 """
 
 from __future__ import annotations
@@ -30,14 +31,28 @@ def load(path: Path) -> tuple[dict | None, list[dict]]:
         found = json.loads(text)
     except ValueError:  # JSON lines
         rows = [json.loads(row) for row in text.splitlines() if row.strip()]
-        found = {"runs": [row for row in rows if row.get("kind") == "run"]}
-        measured = [row for row in rows if row.get("kind") == "tau"]
-        if measured:
-            found.update(tau=measured[-1], points=measured[-1].get("points", []))
-    runs = found.get("runs") or ([found] if found.get("kind") == "run" else [])
+        taus = [read_tau(row) for row in rows if row.get("kind") == "tau"]
+        runs = [row for row in rows if row.get("kind") == "run"]
+    else:
+        taus = [read_tau(found)] if "tau" in found else []
+        runs = found.get("runs") or ([found] if found.get("kind") == "run" else [])
     if not runs:
         raise ValueError(f"{path} has no runs")
-    return read_tau(found) if "tau" in found else None, runs
+    return median_of(taus), runs
+
+
+def median_of(taus: list[dict]) -> dict | None:
+    """One record of a device that was measured several times; None when it was not measured."""
+    if not taus:
+        return None
+    found = dict(taus[-1])
+    for key, value in found.items():
+        each = [tau[key] for tau in taus if key in tau]
+        if key.startswith("ms_per_step"):  # batch size -> ms
+            found[key] = {batch: statistics.median(one[batch] for one in each if batch in one) for batch in value}
+        elif key in ("ns_per_kv_token", "prefill_tokens_per_s"):
+            found[key] = statistics.median(each)
+    return found
 
 
 def played(measured: dict) -> str:
@@ -69,7 +84,7 @@ def judge(rows: list[dict]) -> dict:
     errors = [abs(row["error"]) for row in rows]
     loads: dict[str, list[float]] = {}
     for row, error in zip(rows, errors, strict=True):
-        name = " ".join(f"{key} {row[key]}" for key in ("workload", "seed", "cap", "groups", "scenario"))
+        name = " ".join(f"{key} {row[key]}" for key in ("workload", "seed", "cap", "groups", "scenario", "device"))
         loads.setdefault(name, []).append(error)
     each = {name: round(statistics.mean(found), 4) for name, found in loads.items()}
     return {"runs": len(rows), "median_error": round(statistics.median(errors), 4), "max_error": max(errors),
@@ -79,16 +94,17 @@ def judge(rows: list[dict]) -> dict:
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--tau", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    tau, runs = load(options.runs)
-    if options.tau:
-        tau = read_tau(json.loads(options.tau.read_text(encoding="utf-8")))
-    if tau is None:
-        parser.error(f"{options.runs} has no record of kind tau; name one with --tau")
-    rows = [predict(row, tau) for row in runs]
+    given = read_tau(json.loads(options.tau.read_text(encoding="utf-8"))) if options.tau else None
+    rows = []
+    for path in options.runs:
+        own, runs = load(path)
+        if not (tau := own or given):
+            parser.error(f"{path} has no record of kind tau; name one with --tau")
+        rows += [{**predict(row, tau), "device": tau["device"], "file": path.name} for row in runs]
     print(f"{'scenario':8} {'policy':14} {'workload':10} {'cap':>6} {'measured':>10} {'SIMULATED':>11} {'error':>7}")
     for row in rows:
         print(f"{row['scenario']:8} {row['policy']:14} {row['workload'][-10:]:10} {row['cap']:6d} "
@@ -97,8 +113,8 @@ def main(argv=None) -> int:
     print(json.dumps(verdict))
     if options.out:
         command = " ".join(["python -m bench.sim.validate", *(sys.argv[1:] if argv is None else argv)])
-        record = {"simulated": True, "command": command, "commit": commit(), "device": f"simulated: {tau['device']}",
-                  "tau": tau, "runs": rows, "verdict": verdict}
+        record = {"simulated": True, "command": command, "commit": commit(), "runs": rows, "verdict": verdict,
+                  "device": "simulated: " + ", ".join(dict.fromkeys(row["device"] for row in rows))}
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
 

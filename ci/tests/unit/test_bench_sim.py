@@ -147,3 +147,9 @@ def test_the_study_runs(tmp_path, capsys):
     assert all(row["updates"]["low"] <= row["updates"]["mean"] <= row["updates"]["high"]
                for rows in found["policies"].values() for row in rows)
     assert {row["policy"]: row["updates"]["mean"] for row in found["policies"]["sync"]}["verl"] == 1.0
+
+
+def test_a_device_measured_several_times_is_their_median():
+    taus = [{"device": "x", "ms_per_step": {"1": ms, "2": 9.0}, "prefill_tokens_per_s": ms} for ms in (1.0, 5.0, 2.0)]
+    assert validate.median_of(taus)["ms_per_step"] == {"1": 2.0, "2": 9.0}
+    assert validate.median_of(taus)["prefill_tokens_per_s"] == 2.0 and validate.median_of([]) is None
