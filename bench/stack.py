@@ -15,7 +15,9 @@ MAIN_PPO = "verl.trainer.main_ppo"
 
 DEVICE = os.environ.get("ESGRPO_BENCH_DEVICE", "cpu")
 ENVIRONMENT = {
-    **({"VERL_PLATFORM": "cpu"} if DEVICE == "cpu" else {}),
+    # on Hopper torch 2.11 asks cuDNN for masked attention first, which builds a plan for every new padded length, about
+    # a second each: an optimiser step of 16 micro-batches took 17 to 41 s
+    **({"VERL_PLATFORM": "cpu"} if DEVICE == "cpu" else {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
     "HF_HUB_OFFLINE": "1",
     "HYDRA_FULL_ERROR": "1",
     "PYTHONUNBUFFERED": "1",

@@ -20,7 +20,6 @@ from bench.startup import commit
 from bench.workload import PRESETS, replay
 
 CLOSE = 0.10  # of the measured makespan: what the project asks for
-BEFORE_CARRYING = {"es-grpo": "es-grpo/ABD+barrier+tails", "es-grpo-prune": "es-grpo/ABCD+barrier+tails"}
 SAME = ("replicas", "groups", "members", "cap", "updates", "scenario", "seed", "scale", "train_s", "staleness")
 
 
@@ -55,13 +54,6 @@ def median_of(taus: list[dict]) -> dict | None:
     return found
 
 
-def played(measured: dict) -> str:
-    """The policy of a run by today's name: records without `versions_old` are of a time when ES-GRPO carried nothing
-    over and kept replicas for the tail."""
-    name = measured["policy"]
-    return name if "versions_old" in measured else BEFORE_CARRYING.get(name, name)
-
-
 def predict(measured: dict, tau: dict) -> dict:
     """One run beside its simulation. Seconds."""
     generated = measured["workload"] in PRESETS
@@ -71,7 +63,7 @@ def predict(measured: dict, tau: dict) -> dict:
     device = Device.from_record(tau, kv_tokens=measured.get("kv_tokens"), weight_sync=measured.get("sync_s"),
                                 devices=max(1, measured.get("devices", 0)))
     trace = None if generated else iter(replay(measured["workload"], setting.members, setting.cap))
-    found = run(setting, played(measured), device, trace)
+    found = run(setting, measured["policy"], device, trace)
     error = found["makespan_s"] / measured["makespan_s"] - 1
     return {"policy": measured["policy"], "scenario": setting.scenario, "workload": measured["workload"],
             "seed": setting.seed, "groups": setting.groups, "cap": setting.cap, "repeat": measured.get("repeat", 0),

@@ -46,8 +46,6 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# until this share of the steps, so much of the longest demonstration at most: the tables are learnt fast on short ones
-CURRICULUM = ((0.2, 112 / (MAX_PROMPT_TOKENS + SMALL.max_response_tokens)),)
 SHORTEST_CONTEXT = 1024
 MICRO_BATCH, CHUNK = 16, 2048  # demonstrations
 WARM_UP = 100  # steps, at most a tenth of all
@@ -73,8 +71,11 @@ def build_tokenizer(out: Path) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True)
 class Size:
-    """Defaults of a scale; `spread` is the standard deviation of initial weights (0.02 suits wide models; in a narrow
-    one it delays learning)."""
+    """Defaults of a scale.
+
+    spread: standard deviation of initial weights (0.02 suits wide models; in a narrow one it delays learning).
+    curriculum: (share of the steps, longest demonstration until then in tokens); rules are learnt fast on short ones.
+    """
 
     hidden: int
     layers: int
@@ -82,9 +83,12 @@ class Size:
     spread: float
     steps: int
     lr: float
+    curriculum: tuple[tuple[float, int], ...]
 
 
-SIZES = {"small": Size(128, 3, 32, 0.06, 1400, 2e-3), "large": Size(640, 9, 64, 0.02, 300, 1e-3)}
+# large: 300 steps of full length were not enough (H200: loss 0.14, no right answer), so most are short and cheap
+SIZES = {"small": Size(128, 3, 32, 0.06, 1400, 2e-3, ((0.2, 112),)),
+         "large": Size(640, 9, 64, 0.02, 1600, 1e-3, ((0.5, 320), (0.75, 1024), (0.85, 3072)))}
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, size: Size, scale: Scale = SMALL) -> Qwen2ForCausalLM:
@@ -126,8 +130,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 class Corpus:
     """Endless demonstrations of both tasks, half each, as (ids, prompt length) pairs."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, scale: Scale = SMALL):
-        self.tokenizer, self.seed, self.scale = tokenizer, seed, scale
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, scale: Scale = SMALL,
+                 curriculum: tuple[tuple[float, int], ...] = SIZES["small"].curriculum):
+        self.tokenizer, self.seed, self.scale, self.curriculum = tokenizer, seed, scale, curriculum
         self.rng = random.Random(seed)
         words = [*WORDS, "\n", *map(chr, range(32, 127))]
         self.word_ids = {word: tokenizer.encode(word, add_special_tokens=False)[0] for word in words}
@@ -151,11 +156,10 @@ class Corpus:
         return [self._encode(p.prompt, render_trace(self.rng, p)) for p in problems]
 
     def batches(self, steps: int, size: int):
-        """`steps` lists of `size` random demonstrations; `CURRICULUM` keeps the early ones short."""
+        """`steps` lists of `size` random demonstrations; the curriculum keeps the early ones short."""
         index, pool = 0, []
-        longest = MAX_PROMPT_TOKENS + self.scale.max_response_tokens
         for step in range(steps):
-            limit = next((part * longest for share, part in CURRICULUM if step < share * steps), math.inf)
+            limit = next((longest for share, longest in self.curriculum if step < share * steps), math.inf)
             pool = [item for item in pool if len(item[0]) <= limit]
             while len(pool) < size:
                 chunk = [item for item in self.chunk(index, CHUNK) if len(item[0]) <= limit]
@@ -236,10 +240,11 @@ def main(argv: list[str] | None = None) -> None:
     size = replace(SIZES[args.scale], **{name: value for name, value in given.items() if value is not None})
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # builds a plan for every new length, see bench.stack
     tokenizer = build_tokenizer(args.out)
     model = build_model(tokenizer, size, SCALES[args.scale]).to(args.device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
-    train(model, Corpus(tokenizer, args.seed, SCALES[args.scale]), size.steps, args.batch, size.lr)
+    train(model, Corpus(tokenizer, args.seed, SCALES[args.scale], size.curriculum), size.steps, args.batch, size.lr)
     model.half().save_pretrained(args.out)
 
 

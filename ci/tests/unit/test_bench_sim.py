@@ -115,13 +115,6 @@ def test_a_run_is_predicted_from_its_record_and_a_wrong_device_is_not(tmp_path, 
     capsys.readouterr()
 
 
-def test_a_record_from_before_carry_over_is_predicted_as_it_was_played():
-    assert validate.played({"policy": "es-grpo", "versions_old": {}}) == "es-grpo"
-    old = policy(validate.played({"policy": "es-grpo"}))
-    assert not old.carries and old.overrides["routing"]["tail_share"] > 0
-    assert validate.played({"policy": "april"}) == "april"
-
-
 def test_replicas_of_one_device_slow_each_other_down():
     """Points of one replica alone and of both, as bench.engine.tau takes them."""
     from bench.sim.experiment import Setting, run

@@ -162,16 +162,19 @@ def _with_runs(data: dict) -> dict:
 
 
 def _joined(lines: list[dict]) -> list[dict]:
-    """Appended lines of the engine benchmark: all runs as one record, every tau(b) as its own."""
+    """Appended lines of the engine benchmark: all runs as one record. A tau(b) that was measured where its engines
+    started is counted, not shown: the simulator's validation uses it."""
     runs_ = [line for line in lines if "policy" in line]
-    others = [line for line in lines if "policy" not in line and line.get("kind") not in ("summary", "left_out")]
     if not runs_:
-        return others
+        return [line for line in lines if line.get("kind") not in ("summary", "left_out")]
     facts = {key: "; ".join(dict.fromkeys(str(line[key]) for line in runs_ if line.get(key)))
              for key in ("command", "commit", "device")}
     left = [f"Left out, {line.get('why', 'no reason given')}: {line['runs']}" for line in lines
             if line.get("kind") == "left_out"]  # a summary line repeats what the runs say
-    return [{**facts, "runs": runs_, "notes": left}, *others]
+    hosts = dict.fromkeys(f"Beside it on the host: {line['host']}." for line in runs_ if line.get("host"))
+    taus = sum(line.get("kind") == "tau" for line in lines)
+    starts = [f"tau(b) was measured at {taus} of the starts, too: the file holds it."] if taus else []
+    return [{**facts, "runs": runs_, "notes": [*left, *hosts, *starts]}]
 
 
 def _contents(path: Path) -> list[dict]:
