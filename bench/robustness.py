@@ -16,7 +16,7 @@ token-mean divides by what pruning leaves: the overlay says so at the start, and
 The losses differ on data that later weights train on, so `losses` takes four optimiser steps per weight sync and
 staleness 1; UloRL, too, steps several times a rollout. `vanilla` is verl's default there, the clipped ratio against
 stored log-probs: SAIS in other words, and so its control. `recomputed` is the default of verl's other trainers
-(bypass_mode=False: log-probs under the last synced weights).
+(bypass_mode=False: log-probs under the last synced weights); `pois version` is POIS with that anchor, which clips.
 
 A run ends after --steps optimiser steps; --limit only guards. A run that crashes once training began is a result: it
 is kept with its error line, and the command ends with 1. A run that never began is tried once more. An interrupted
@@ -68,7 +68,8 @@ LOSS = f"{ACTOR}.policy_loss.loss_mode"
 ARMS = {"plain": tuple(ablation.ARMS["off"]), "overlay": tuple(ablation.ARMS["all"])}
 LOSSES = {"vanilla": (*STATIC, f"{LOSS}=vanilla"),
           "recomputed": (*STATIC, f"{LOSS}=vanilla", "algorithm.rollout_correction.bypass_mode=False"),
-          "sais": (*STATIC, f"{LOSS}=sais"), "pois": (*STATIC, f"{LOSS}=pois")}
+          "sais": (*STATIC, f"{LOSS}=sais"), "pois": (*STATIC, f"{LOSS}=pois"),
+          "pois version": (*STATIC, f"{LOSS}=pois", *ablation.switches("pois.anchor=version"))}
 
 
 @dataclass(frozen=True)
