@@ -45,7 +45,9 @@ ACCEPTED = {
     "off": [],
     "observe": [f"{SEGMENT}.observe=True"],
     "all": [*ON, f"{SEGMENT}.prune.repetition.enable=True", f"{LOSS}=pois", f"{SEGMENT}.dmmpt.enable=True"],
-    "version": [*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=version"],
+    "version": [*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=version", "async_training.trigger_parameter_sync_step=3"],
+    "one step": [*ON, f"{LOSS}=pois", "async_training.trigger_parameter_sync_step=1"],
+    "three steps": [*ON, f"{LOSS}=pois", "async_training.trigger_parameter_sync_step=3"],
     "keep": [*ON, f"{SEGMENT}.sync.requests=keep"],
     "keep-nowhere": [*ON, f"{SEGMENT}.sync.requests=keep", "rollout.nnodes=0"],
     "keep-hybrid": [*ON, f"{SEGMENT}.sync.requests=keep", "async_training.use_dynamic_resource_scheduling=True"],
@@ -115,6 +117,12 @@ def test_off_leaves_no_feature_and_no_hook_of_a_feature(answers):
     off = answers["off"]
     assert off["features"] == "" and off["estimator"] == "grpo"
     assert off["states"]["group-members"] == off["states"]["segment-scheduler"] == "NOT_NEEDED"
+
+
+def test_unclipped_steps_are_warned_of_where_there_are_several(answers):
+    """Negative controls: one step, and the anchor that clips."""
+    assert answers["said"].count("nothing clips how far the 3 optimiser steps") == 1
+    assert "nothing clips how far the 1 " not in answers["said"]
 
 
 def test_kept_requests_need_a_cache_that_stays(answers):

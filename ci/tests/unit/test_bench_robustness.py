@@ -41,7 +41,8 @@ def test_arms_differ_in_nothing_but_their_switches(study, count, tmp_path, mediu
     for cell in options.settings:
         every = [told(options, cell.name, arm) for arm in options.arms]
         differing = {key for one in every for key in one if len({other.get(key) for other in every}) > 1}
-        allowed = {LOSS, BYPASS, f"{SEGMENT}.pois.anchor"} if study == "losses" else {key for key in differing if key.startswith(SEGMENT)}
+        of_a_loss = {LOSS, BYPASS, f"{SEGMENT}.pois.anchor"}
+        allowed = of_a_loss if study == "losses" else {key for key in differing if key.startswith(SEGMENT)}
         assert differing and differing <= allowed
         assert every[0]["data.seed"] == "1" and "RUN_DIR" not in " ".join(every[0].values())
 

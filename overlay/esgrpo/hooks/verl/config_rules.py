@@ -162,6 +162,23 @@ def _losses(config, segment: Segment, features: frozenset[str]):
         config.algorithm.rollout_correction.bypass_mode = False
         yield ("algorithm.rollout_correction.bypass_mode: True -> False, because pois.anchor=version needs log-probs "
                "under the last synced weights")
+    steps = optimizer_steps_per_version(config, "v1" in features)
+    steps = optimizer_steps_per_version(config, "v1" in features)
+    if segment.pois.anchor == "token" and steps > 1:
+        yield (f"loss_mode=pois: nothing clips how far the {steps} optimiser steps of a weight version go, and trials "
+               "with 4 lost their reward (bench/results/robustness_losses.json); watch "
+               "esgrpo/pois/log_kl_rollout_current, or take pois.anchor=version, sais or one step")
+
+
+def optimizer_steps_per_version(config, v1: bool) -> int:
+    """Between two weight syncs."""
+    actor, fully_async = config.actor_rollout_ref.actor, config.get("async_training")
+    steps = actor.ppo_epochs
+    if v1:
+        steps *= max(1, config.data.train_batch_size // actor.ppo_mini_batch_size)
+    if fully_async is not None:
+        steps *= fully_async.require_batches * fully_async.trigger_parameter_sync_step
+    return steps
 
 
 def _router(config, segment: Segment):

@@ -94,20 +94,18 @@ def is_v1(config) -> bool:
 
 def _facts(config) -> dict:
     """Accelerators (trainer plus standalone rollout), rollout replicas, optimiser steps between two weight syncs."""
-    rollout, fully_async = config.get("rollout"), config.get("async_training")
-    steps = config.actor_rollout_ref.actor.ppo_epochs
+    from esgrpo.hooks.verl.config_rules import optimizer_steps_per_version
+
+    rollout = config.get("rollout")
     if is_v1(config):
         separate = config.trainer.v1.trainer_mode == "separate_async"
         rollout = config.actor_rollout_ref.rollout if separate else None
-        steps *= max(1, config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size)
     standalone = rollout.nnodes * rollout.n_gpus_per_node if rollout is not None else 0
-    if fully_async is not None:
-        steps *= fully_async.require_batches * fully_async.trigger_parameter_sync_step
     trainer = config.trainer.nnodes * config.trainer.n_gpus_per_node
     sizes = (f"{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model"))
     replica = math.prod(config.actor_rollout_ref.rollout.get(size) or 1 for size in sizes)
     return {"devices": trainer + standalone, "replicas": (standalone or trainer) // replica,
-            "optimizer_steps_per_version": steps}
+            "optimizer_steps_per_version": optimizer_steps_per_version(config, is_v1(config))}
 
 
 def _adjust(config, segment, features) -> None:
