@@ -109,7 +109,7 @@ def stacked(axis, names: list[str], shares: dict[str, dict[str, float]], unit: s
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.set(yticks=range(len(names)), yticklabels=names, xlabel=unit, ylim=(len(names) - 0.4, -0.6))
     axis.tick_params(axis="y", length=0)
-    axis.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0), handlelength=1, columnspacing=1.2)
+    axis.legend(ncols=4, loc="lower right", bbox_to_anchor=(1.0, 1.0), handlelength=1, columnspacing=1.2)
 
 
 def outer_labels(figure, x: str, y: str) -> None:
