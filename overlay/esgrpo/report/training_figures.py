@@ -39,9 +39,8 @@ def training(record: Record) -> list[Figure]:
 def robustness(record: Record) -> list[Figure]:
     """Held-out reward over optimiser steps, a panel per setting."""
     curves = curves_of(record)
-    panels = {cell: {name.removeprefix(f"{cell}, "): [{"evaluations": one["by_step"], "target": None}
-                                                      for one in curves[name]] for name in names if name in curves}
-              for cell, names in record.data["cells"].items()}
+    panels = {cell: {name.removeprefix(f"{cell}, "): [one["by_step"] for one in curves[name]]
+                     for name in names if name in curves} for cell, names in record.data["cells"].items()}
     panels = {cell: arms for cell, arms in panels.items() if arms}
     if not panels:
         return []
@@ -49,9 +48,10 @@ def robustness(record: Record) -> list[Figure]:
     rows = -(-len(panels) // columns)
     with plots.drawing(rows, columns, 0.8 + 1.8 * rows, sharex=True, sharey=True) as (axes, done):
         for axis, (cell, arms) in zip(axes, panels.items(), strict=False):
-            palette = plots.colours(list(arms))
-            for arm, seeds in arms.items():
-                _reward_line(axis, arm, seeds, palette[arm])
+            for (arm, seeds), colour in zip(arms.items(), plots.ARM_COLOURS, strict=False):
+                for number, points in enumerate(filter(None, seeds)):
+                    axis.plot(*zip(*points, strict=True), marker="o", ms=2.5, lw=1.2, color=colour,
+                              label="_" * bool(number) + arm)  # a leading underscore: not in the legend
             axis.set(title=cell)
             axis.grid(axis="y")
             axis.legend(handlelength=1.2)
@@ -59,8 +59,7 @@ def robustness(record: Record) -> list[Figure]:
             axis.set_visible(False)
         plots.outer_labels(axes[0].figure, "optimiser steps", "mean reward")
         return [Figure("Held-out reward over optimiser steps, by setting",
-                       "Median over seeds, band from the lowest to the highest seed; an evaluation holds until the "
-                       "next one.", done())]
+                       "A line is one seed.", done())]
 
 
 def _ratios(record: Record) -> Figure | None:
