@@ -208,7 +208,8 @@ def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois",
         "actor_rollout_ref": {"actor": {"loss_agg_mode": mode, "loss_scale_factor": factor, "ppo_epochs": 1,
                                         "policy_loss": {"loss_mode": loss_mode}},
                               "rollout": {"name": "vllm", "n": 8, "calculate_log_probs": True}},
-        "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False}, "async_training": async_training,
+        "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False},
+        "async_training": {"require_batches": 1, "trigger_parameter_sync_step": 1, **async_training},
         "data": {"max_response_length": 64}})
     segment = settings.parse({"enable": True, "segment_length": 32, "prune": prune})
     return config, list(adjust(config, segment, settings.features(segment, loss_mode)))
