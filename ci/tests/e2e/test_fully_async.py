@@ -193,6 +193,7 @@ def _kill_engine_after_two_updates(run_dir: Path, killed: list[int]) -> None:
         time.sleep(0.25)
 
 
+@pytest.mark.long
 def test_a_vllm_engine_killed_mid_run_ends_the_run_loudly(tmp_path):
     """Under SAIS with DMMPTs, stragglers of a group finished early."""
     run_dir, killed = tmp_path / "run", []
