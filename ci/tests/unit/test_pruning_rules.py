@@ -232,3 +232,10 @@ def test_the_same_seed_gives_the_same_verdicts():
 
 def test_acc_may_be_an_array_scalar():
     assert pruning.is_correct(0.0, SimpleNamespace(item=lambda: True), 0.5)
+
+
+@pytest.mark.parametrize("scores, pivots, expected", [
+    ([1.0, 1.0], [], True), ([1.0, 0.0], [], False), ([1.0], [], True),
+    ([1.0, 1.0], [1.0], True), ([1.0, 1.0], [0.5], False), ([1.0, 0.0], [1.0], False)])
+def test_advantages_of_a_tossed_group_are_measured_from_its_pivot(scores, pivots, expected):
+    assert pruning.without_gradient(scores, pivots) is expected

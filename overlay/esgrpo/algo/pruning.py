@@ -10,7 +10,7 @@ A score lies in [0, 1]; `esgrpo.algo.audit` decides which scores are acted on. "
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 HOPELESS, RESOLVED, ENOUGH = "hopeless", "resolved", "enough"
 LEAST_FINISHED = 2  # one finished member agrees with itself
@@ -135,3 +135,13 @@ def is_resolved_null(rows: Sequence[dict], kept: Sequence[bool]) -> bool:
     if not any(row["outcome"] == "prune" and row["rule"] == RESOLVED for row in tossed):
         return False
     return all(row["score"] == tossed[0]["pivot"] for row, trained in zip(rows, kept, strict=True) if trained)
+
+
+def without_gradient(scores: Iterable[float], pivots: Iterable[float]) -> bool:
+    """Every advantage of a group's trained rows is 0, given their scores.
+
+    `pivots` are those of the group's tossed members: advantages are measured from it where a coin was tossed, and from
+    the other scores where none was.
+    """
+    scores, pivots = set(scores), set(pivots)
+    return scores == pivots if pivots else len(scores) == 1

@@ -75,11 +75,11 @@ def _judge(buffer, partition: str, uids: set[str]) -> dict[str, float]:
 
 
 def _is_null(members: list, trained: list) -> bool:
-    """Every advantage of the trained rows is 0: where a coin was tossed they are measured from the pivot."""
-    scores = {float(row.rm_scores.sum()) for row in trained}
-    pivots = {row.extra_fields["esgrpo"].get("pivot") for row in members
-              if row.extra_fields["esgrpo"].get("keep_probability", 1) < 1}
-    return scores == pivots if pivots else len(scores) == 1
+    from esgrpo.algo.pruning import without_gradient
+
+    summaries = [row.extra_fields["esgrpo"] for row in members]
+    return without_gradient((float(row.rm_scores.sum()) for row in trained),
+                            (one.get("pivot") for one in summaries if one.get("keep_probability", 1) < 1))
 
 
 def _metric(buffer, row) -> float:
