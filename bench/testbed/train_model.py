@@ -47,7 +47,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SHORTEST_CONTEXT = 1024
-MICRO_BATCH, CHUNK = 16, 2048  # demonstrations
+MICRO_BATCH, CHUNK = 16, 2048  # demonstrations; of the longest kind, shorter ones fill the room
 WARM_UP = 100  # steps, at most a tenth of all
 IGNORE = -100  # label that the loss skips
 
@@ -128,11 +128,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 class Corpus:
-    """Endless demonstrations of both tasks, half each, as (ids, prompt length) pairs."""
+    """Endless demonstrations of the tasks, as many of each, as (ids, prompt length) pairs."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, scale: Scale = SMALL,
-                 curriculum: tuple[tuple[float, int], ...] = SIZES["small"].curriculum):
+                 curriculum: tuple[tuple[float, int], ...] = SIZES["small"].curriculum,
+                 tasks: tuple[str, ...] = TASKS):
         self.tokenizer, self.seed, self.scale, self.curriculum = tokenizer, seed, scale, curriculum
+        self.tasks = tasks
         self.rng = random.Random(seed)
         words = [*WORDS, "\n", *map(chr, range(32, 127))]
         self.word_ids = {word: tokenizer.encode(word, add_special_tokens=False)[0] for word in words}
@@ -149,11 +151,12 @@ class Corpus:
             ids.append(self.tokenizer.eos_token_id)
         return ids[: start + self.scale.max_response_tokens], start
 
-    def chunk(self, index: int, count: int) -> list[tuple[list[int], int]]:
-        """`count` fresh demonstrations; `index` numbers the chunk."""
-        problems = [p for t in TASKS
-                    for p in generate(t, self.seed * 1_000_003 + index, count // len(TASKS), scale=self.scale)]
-        return [self._encode(p.prompt, render_trace(self.rng, p)) for p in problems]
+    def chunk(self, index: int, count: int, longest: float = math.inf) -> list[tuple[list[int], int]]:
+        """Those of `count` fresh demonstrations whose walk fits into `longest` tokens; `index` numbers the chunk."""
+        line = self.scale.digits + 2  # tokens: two numbers of two digits a token, a sign and the end
+        problems = [p for t in self.tasks
+                    for p in generate(t, self.seed * 1_000_003 + index, count // len(self.tasks), scale=self.scale)]
+        return [self._encode(p.prompt, render_trace(self.rng, p)) for p in problems if p.steps * line <= longest]
 
     def batches(self, steps: int, size: int):
         """`steps` lists of `size` random demonstrations; the curriculum keeps the early ones short."""
@@ -162,7 +165,7 @@ class Corpus:
             limit = next((longest for share, longest in self.curriculum if step < share * steps), math.inf)
             pool = [item for item in pool if len(item[0]) <= limit]
             while len(pool) < size:
-                chunk = [item for item in self.chunk(index, CHUNK) if len(item[0]) <= limit]
+                chunk = [item for item in self.chunk(index, CHUNK, limit) if len(item[0]) <= limit]
                 self.rng.shuffle(chunk)
                 pool += chunk
                 index += 1
@@ -181,17 +184,26 @@ def collate(group: list[tuple[list[int], int]], pad: int) -> tuple[torch.Tensor,
     return ids, labels
 
 
-def accumulate(model: Qwen2ForCausalLM, batch: list[tuple[list[int], int]], pad: int) -> float:
+def micro_batches(batch: list[tuple[list[int], int]], tokens: int) -> list[list[tuple[list[int], int]]]:
+    """The batch by length, cut where a part with its padding would exceed `tokens`."""
+    parts: list[list[tuple[list[int], int]]] = [[]]
+    for item in sorted(batch, key=lambda item: len(item[0])):
+        if parts[-1] and (len(parts[-1]) + 1) * len(item[0]) > tokens:
+            parts.append([])
+        parts[-1].append(item)
+    return parts
+
+
+def accumulate(model: Qwen2ForCausalLM, batch: list[tuple[list[int], int]], pad: int, tokens: int) -> float:
     """Add the gradient of the mean loss per response token of a batch; returns that loss, in nats.
 
     The batch is cut into micro-batches of similar lengths to save padding. They share one optimiser step: steps on
     short or on long demonstrations alone would pull the model to and fro.
     """
-    batch = sorted(batch, key=lambda item: len(item[0]))
     total = sum(len(ids) - start for ids, start in batch)
     loss_sum = 0.0
-    for first in range(0, len(batch), MICRO_BATCH):
-        ids, labels = (tensor.to(model.device) for tensor in collate(batch[first : first + MICRO_BATCH], pad))
+    for part in micro_batches(batch, tokens):
+        ids, labels = (tensor.to(model.device) for tensor in collate(part, pad))
         # padding is on the right, so causal attention needs no mask
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type != "cpu"):
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
@@ -214,7 +226,7 @@ def train(model: Qwen2ForCausalLM, corpus: Corpus, steps: int, size: int, peak_l
         lr = peak_lr * min(1.0, (step + 1) / warm_up) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss = accumulate(model, batch, corpus.tokenizer.pad_token_id)
+        loss = accumulate(model, batch, corpus.tokenizer.pad_token_id, MICRO_BATCH * corpus.scale.max_response_tokens)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -229,6 +241,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory of the model and the tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", choices=SCALES, default="small", help="length of the tasks' walks")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="what the demonstrations are of, with a comma")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=64, help="demonstrations per step")
     for name, kind in (("steps", int), ("lr", float), ("hidden", int), ("layers", int)):
@@ -236,6 +249,9 @@ def main(argv: list[str] | None = None) -> None:
             f"{getattr(size, name)} ({scale})" for scale, size in SIZES.items()))
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
+    tasks = tuple(args.tasks.split(","))
+    if not set(tasks) <= set(TASKS):
+        parser.error(f"--tasks {args.tasks}: known are {', '.join(TASKS)}")
     given = {name: getattr(args, name) for name in ("steps", "lr", "hidden", "layers")}
     size = replace(SIZES[args.scale], **{name: value for name, value in given.items() if value is not None})
     torch.set_num_threads(args.threads)
@@ -244,7 +260,8 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = build_tokenizer(args.out)
     model = build_model(tokenizer, size, SCALES[args.scale]).to(args.device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
-    train(model, Corpus(tokenizer, args.seed, SCALES[args.scale], size.curriculum), size.steps, args.batch, size.lr)
+    corpus = Corpus(tokenizer, args.seed, SCALES[args.scale], size.curriculum, tasks)
+    train(model, corpus, size.steps, args.batch, size.lr)
     model.half().save_pretrained(args.out)
 
 

@@ -186,6 +186,26 @@ def test_large_scale_has_long_walks_with_a_tail_and_the_same_rules(name):
         assert set(trace.tokens) <= {*task.WORDS, *":>=x\n"}
 
 
+def test_demonstrations_keep_to_their_task_and_length(tokenizer):
+    from bench.testbed.train_model import Corpus
+
+    corpus = Corpus(tokenizer, 0, task.LARGE, tasks=("search",))
+    longest, every = 320, corpus.chunk(1, 200)
+    short = corpus.chunk(1, 200, longest)
+    assert all(tokenizer.encode(task.SIGNS["chain"])[0] not in ids for ids, _ in every) and len(every) == 200
+    assert 0 < len(short) < 150 and {start for _, start in short} == {start for _, start in every}
+    assert sum(len(ids) <= 2 * longest for ids, _ in short) > 0.9 * len(short)  # re-tries make some longer
+
+
+def test_micro_batches_hold_every_demonstration_once_within_the_room():
+    from bench.testbed.train_model import micro_batches
+
+    batch = [([0] * length, 1) for length in (5, 90, 7, 30, 8, 100, 31, 6)]
+    parts = micro_batches(batch, 64)
+    assert [len(ids) for part in parts for ids, _ in part] == [5, 6, 7, 8, 30, 31, 90, 100]
+    assert [len(part) for part in parts] == [4, 2, 1, 1]  # one that is longer than the room has it to itself
+
+
 def test_a_large_model_trains_by_the_same_script(tmp_path):
     transformers = pytest.importorskip("transformers")
     from bench.testbed import train_model
