@@ -15,8 +15,8 @@ MAIN_PPO = "verl.trainer.main_ppo"
 
 DEVICE = os.environ.get("ESGRPO_BENCH_DEVICE", "cpu")
 ENVIRONMENT = {
-    # on Hopper torch 2.11 asks cuDNN for masked attention first, which builds a plan for every new padded length, about
-    # a second each: an optimiser step of 16 micro-batches took 17 to 41 s
+    # on Hopper torch 2.11 asks cuDNN for masked attention first, which may build a plan for a new padded length: of 12
+    # lengths 5 took 0.7 to 2.6 s more than without it (H200), the others up to twice as long
     **({"VERL_PLATFORM": "cpu"} if DEVICE == "cpu" else {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
     "HF_HUB_OFFLINE": "1",
     "HYDRA_FULL_ERROR": "1",
@@ -52,6 +52,10 @@ _OF_DEVICE = {
     "cuda": [
         "actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.enforce_eager=False",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
+        # without flash-attn verl loops over tokens for their log-probs: 4.9 to 58 s a step on an H200, 3 s + 11.5 ms a
+        # token of the mean response; its fused forward takes 512 at once
+        "actor_rollout_ref.model.use_fused_kernels=True",
+        "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",
     ],
 }
 _CHECKPOINT_ENGINE = {"cpu": "cpu_zmq", "cuda": "nccl"}[DEVICE]

@@ -243,6 +243,16 @@ def test_gpus_and_cuda_subsets():
     assert named(uuid, "CUDA_VISIBLE_DEVICES", "ok")
 
 
+def test_gpus_without_a_kernel_for_log_probs():
+    gpus = "0, NVIDIA H200, 570.1\n"
+    bare = named(fake(npu=None, gpu=gpus, versions={"verl": "0.9.1"}, variables={}, files={}),
+                 "flash-attn", checks.WARNING)
+    assert "5,400 tokens/s" in bare.found and "use_fused_kernels=True" in bare.fix
+    for host in (fake(npu=None, gpu=gpus, versions={"verl": "0.9.1", "flash-attn": "2.8.3"}, variables={}, files={}),
+                 fake()):
+        assert "flash-attn" not in {finding.name for finding in findings(host)}
+
+
 def test_an_empty_host():
     bare = Host(lambda _: MISSING, lambda _: None, lambda _: [], lambda _: None, {}, (), "3.11.0", "python", "/usr")
     found = findings(bare)

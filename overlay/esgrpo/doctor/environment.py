@@ -86,6 +86,7 @@ class Environment:
     beside: Library = field(default_factory=Library)  # libstdc++ of the Python environment
     variables: dict[str, str] = field(default_factory=dict)
     patched: tuple[str, ...] = ()  # git patches whose traces are in the sources found
+    flash_attn: bool = True  # is it installed?
 
     @property
     def ascend(self) -> bool:
@@ -198,7 +199,8 @@ def collect(host: Host) -> Environment:
         _devices(host, ["nvidia-smi", "--query-gpu=index,name,driver_version", "--format=csv,noheader"],
                  parse_nvidia_smi),
         (compiler, None if said.problem else parse_gcc(said.output)), _library(host, loaded), _library(host, beside),
-        {k: v for k, v in host.environ.items() if k in NAMES or k.startswith(PREFIXES)}, _patched(host))
+        {k: v for k, v in host.environ.items() if k in NAMES or k.startswith(PREFIXES)}, _patched(host),
+        host.version("flash-attn") is not None)
 
 
 def _versions(host: Host) -> tuple[dict[str, str], tuple[str, ...]]:
