@@ -153,6 +153,7 @@ def test_policies_are_compared_pair_by_pair_on_the_same_work_only(tmp_path):
     claims = [row for row in headline.table([record]).rows if row[0].startswith("makespan")]
     assert [(row[2].split(":")[0], row[3], row[5]) for row in claims] == [
         ("verl", "2 [2, 2] x faster", "better"), ("seer", "1.2 [1.2, 1.2] x faster", "better")]
+    assert [row[2].partition(" s")[2] for row in claims] == ["", " (rivals played: seer)"]
 
 
 def test_tokens_that_do_not_reconcile_are_shouted(tmp_path):

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from esgrpo.report.load import NOT_RECORDED, Record
-from esgrpo.report.policy_tables import best_rival, by_work, effective, makespan, pairs, speedups, titles
+from esgrpo.report.policy_tables import (
+    best_rival,
+    by_work,
+    effective,
+    makespan,
+    pairs,
+    rivals,
+    speedups,
+    titles,
+)
 from esgrpo.report.study import modules_of, ratio
 from esgrpo.report.tables import DASH, OURS, Table, baseline_of, interval, number, percent, ratios, spread
 
@@ -38,9 +47,11 @@ def _policies(record: Record) -> list[list[str]]:
         ours = OURS if OURS in found else None  # its variants answer questions of a study; the best of them is no claim
         for other in dict.fromkeys((baseline_of(found), best_rival(found))):
             if ours and other:
+                # a pass without the strongest rival must not read as a win over all of them
+                played = f" (rivals played: {', '.join(rivals(found))})" if other == best_rival(found) else ""
                 gains = speedups(found[ours], found[other])
                 rows.append([f"makespan per update, {names[work]}", f"{ours}: {number(makespan(found[ours]))} s",
-                             f"{other}: {number(makespan(found[other]))} s", spread(gains) + " x faster",
+                             f"{other}: {number(makespan(found[other]))} s{played}", spread(gains) + " x faster",
                              str(len(gains)), verdict(gains), *_where(record)])
                 gains = pairs(found[ours], found[other], effective)
                 rows.append([f"trained tokens/s, {names[work]}", f"{ours}: {spread(map(effective, found[ours]))}",

@@ -59,10 +59,14 @@ def makespan(runs: list[dict]) -> float:
     return statistics.median(map(seconds, runs))
 
 
+def rivals(policies: dict[str, list[dict]]) -> list[str]:
+    """What is neither the baseline nor ours nor an oracle."""
+    return sorted(name for name in policies if name not in NO_RIVALS and not name.startswith(OURS))
+
+
 def best_rival(policies: dict[str, list[dict]]) -> str | None:
-    """The fastest policy that is neither the baseline nor ours nor an oracle."""
-    rivals = [name for name in policies if name not in NO_RIVALS and not name.startswith(OURS)]
-    return min(rivals, key=lambda name: makespan(policies[name]), default=None)
+    """The fastest of the rivals that were played."""
+    return min(rivals(policies), key=lambda name: makespan(policies[name]), default=None)
 
 
 def effective(one: dict) -> float:
