@@ -7,6 +7,7 @@ the mixin itself is tested on real schedulers elsewhere.
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
@@ -97,7 +98,8 @@ class ScriptedEngine:
             del self.running[key]
             item = self.book.close(key, len(request.tokens))
             payload = item and {"esgrpo": {"outcome": outcome, "rule": rule, "spans": item.spans,
-                                           "boundaries": item.boundaries, "logprob_sum": 0.0}}
+                                           "boundaries": item.boundaries, "logprob_sum": 0.0,
+                                           "replica": "0", "arrived": time.time()}}
         rows = [{token: SimpleNamespace(logprob=log_prob(request.done + i))} for i, token in enumerate(request.tokens)]
         completion = SimpleNamespace(token_ids=list(request.tokens), logprobs=rows, finish_reason=finish_reason,
                                      stop_reason=stop_reason)

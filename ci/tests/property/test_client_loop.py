@@ -74,7 +74,8 @@ class ScriptedServer:
         else:
             extra["kv_transfer_params"] = {"other": 1, "esgrpo": {
                 "outcome": kind, "rule": "rule" if kind == "prune" else "", "spans": runs(stamps),
-                "boundaries": 1, "logprob_sum": -float(len(tokens))}}
+                "boundaries": 1, "logprob_sum": -float(len(tokens)),
+                "replica": "0", "arrived": 0.0}}
         self.stamps += stamps
         self.last_stamps = stamps
         self.kinds.append(kind)

@@ -89,7 +89,8 @@ class Replica:
         request = self.running.pop(key)
         item = self.book.close(key, len(request.tokens))
         extra = {"global_steps": self.world.version, "kv_transfer_params": {"esgrpo": {
-            "outcome": outcome, "rule": rule, "spans": item.spans, "boundaries": item.boundaries, "logprob_sum": 0.0}}}
+            "outcome": outcome, "rule": rule, "spans": item.spans, "boundaries": item.boundaries, "logprob_sum": 0.0,
+            "replica": "0", "arrived": 0.0}}}
         request.future.set_result(TokenOutput(request.tokens, [0.0] * len(request.tokens), None, "completed", None,
                                               extra))
 

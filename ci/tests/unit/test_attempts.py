@@ -22,7 +22,8 @@ def output(tokens, stop_reason="completed", payload=None, **extra):
 
 
 def payload(outcome, spans, rule="", boundaries=0):
-    return {"outcome": outcome, "rule": rule, "spans": spans, "boundaries": boundaries, "logprob_sum": -1.5}
+    return {"outcome": outcome, "rule": rule, "spans": spans, "boundaries": boundaries, "logprob_sum": -1.5,
+            "replica": "1", "arrived": 5.0}
 
 
 def test_an_attempt_tells_the_scheduler_what_was_done_before():
@@ -40,6 +41,15 @@ def test_a_member_goes_on_where_it_was_interrupted_under_another_version():
     assert again.fields() == {"group": "g", "member": 1, "done_before": 3, "length_class": "body", "move": False}
     again.record(output([4, 5], payload=payload("finish", [[-1, 2]])), 13)
     assert again.spans == [[3, 3], [5, 2]] and (again.tokens, again.attempts, again.boundaries) == (5, 3, 1)
+
+
+def test_an_attempt_says_where_it_was_unless_it_was_aborted(monkeypatch):
+    monkeypatch.setattr(attempts.time, "time", lambda: 7.0)
+    member = attempts.Member("g", 0, started=2.0)
+    member.record(output([1], "aborted", global_steps=0), 10)
+    monkeypatch.setattr(attempts.time, "time", lambda: 9.0)
+    member.record(output([2, 3], payload=payload("finish", [[1, 2]])), 11)
+    assert member.summary()["places"] == [["", 2.0, 7.0, 1], ["1", 5.0, 9.0, 2]]
 
 
 def test_neighbouring_spans_of_one_version_become_one():

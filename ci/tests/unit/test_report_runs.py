@@ -115,6 +115,25 @@ def test_trace_of_a_run_directory(run_dir):
         "weight sync after version 0", "weight sync after version 1", "prune a/1"]
 
 
+def test_attempts_stand_under_their_replica(run_dir):
+    file = run_dir / "esgrpo" / "responses-1.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[2]["places"] = [["", 101.0, 104.0, 4], ["1", 104.5, 111.5, 12]]  # aborted by a weight sync, then elsewhere
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    windows = run_dir / "esgrpo" / "windows-1.jsonl"
+    first, second = (json.loads(line) for line in windows.read_text().splitlines())
+    windows.write_text(json.dumps(first) + "\n" + json.dumps({**second, "replica": "1"}) + "\n")
+    events = trace.events(*trace.of_run_directory(run_dir))
+    check_format(events)
+    names = {e["pid"]: e["args"]["name"].partition(": ")[2] for e in events if e["name"] == "process_name"}
+    assert sorted(names.values()) == ["replica 1", "replica not told"]
+    spans = [(names[e["pid"]], e["ts"] / 1e6, e["dur"] / 1e6, e["cat"]) for e in events
+             if e["ph"] == "X" and e["name"] == "b/0"]
+    assert spans == [("replica not told", 1.0, 3.0, "interrupted"), ("replica 1", 4.5, 7.0, "finish")]
+    assert {(names[e["pid"]], e["name"]) for e in events if e["ph"] == "i" and "sync" in e["name"]} == {
+        ("replica not told", "weight sync after version 0"), ("replica 1", "weight sync after version 1")}
+
+
 def test_trace_of_the_engine_benchmark(tmp_path):
     attempts = [{"replica": 0, "submit": 0.0, "first": 1.0, "done": 0, "boundaries": [[2.0, 10]], "end": 3.0,
                  "outcome": "yield", "decoded": 20},

@@ -17,7 +17,8 @@ from esgrpo.hooks.verl.records import read
 from esgrpo.report import load, runs
 
 US = 1e6  # the format counts microseconds
-REPLICAS_UNKNOWN = "all replicas (not told apart)"
+REPLICAS_UNKNOWN = "replica not told"
+INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -97,21 +98,29 @@ def _counters(stays: list[Stay], pids: dict[str, int], at) -> list[dict]:
 
 
 def of_run_directory(run_dir: Path) -> tuple[list[Stay], list[Moment]]:
-    """Responses of a training run, from second 0 on. Its records do not name replicas; an interrupted response is one
-    span."""
-    process = f"{run_dir.resolve().name}: {REPLICAS_UNKNOWN}"
+    """Attempts of the responses of a training run, from second 0 on. An attempt that a weight sync aborted does not say
+    where it was; nor do records from before replicas were named, where a response is one span."""
+    def process(replica: str) -> str:
+        return f"{run_dir.resolve().name}: {f'replica {replica}' if replica else REPLICAS_UNKNOWN}"
+
     responses = read(str(run_dir), "responses")
     zero = min(r["started"] for r in responses)
-    stays = [Stay(process, f"{r['group']}/{r['member']}", r["started"] - zero, r["ended"] - zero, r["outcome"],
-                  facts={"tokens": r["tokens"], "attempts": r["attempts"], "boundaries": r["boundaries"],
-                         "rule": r["rule"] or None, "versions": str(r["spans"])})
-             for r in responses]
-    ends: dict[int, float] = {}
+    stays = []
+    for r in responses:
+        places = r.get("places") or [["", r["started"], r["ended"], r["tokens"]]]
+        for number, (replica, since, until, tokens) in enumerate(places, 1):
+            last = number == len(places)
+            stays.append(Stay(
+                process(replica), f"{r['group']}/{r['member']}", max(0.0, since - zero), until - zero,
+                r["outcome"] if last else INTERRUPTED,
+                facts={"tokens": tokens, "attempt": number, "boundaries": r["boundaries"],
+                       "rule": r["rule"] or None if last else None, "versions": str(r["spans"])}))
+    ends: dict[tuple[str, int], float] = {}
     for window in read(str(run_dir), "windows"):
-        end = window["start"] + window["seconds"]
-        ends[window["version"]] = max(end, ends.get(window["version"], -math.inf))
-    return stays, [Moment(process, f"weight sync after version {version}", end - zero)
-                   for version, end in ends.items() if end >= zero]
+        key, end = (window.get("replica", ""), window["version"]), window["start"] + window["seconds"]
+        ends[key] = max(end, ends.get(key, -math.inf))
+    return stays, [Moment(process(replica), f"weight sync after version {version}", end - zero)
+                   for (replica, version), end in ends.items() if end >= zero]
 
 
 def of_policy_run(one: dict, folder: Path) -> tuple[list[Stay], list[Moment]]:

@@ -34,6 +34,7 @@ class Member:
     outcome: str = "finish"
     rule: str = ""
     spans: list[list[int]] = field(default_factory=list)  # [weight version, tokens], oldest first
+    places: list[list] = field(default_factory=list)  # [replica, from, until, tokens] of every attempt, in seconds
     started: float = field(default_factory=time.time)
     forecast: dict | None = None  # of this prompt, from the history; None when it is off
     acc: object = None  # correctness as the reward function reports it, where no output is handed back (v1)
@@ -73,6 +74,7 @@ class Member:
             self.reprefill += prompt_tokens - (fields.get("num_cached_tokens") or 0)
         self.attempts += 1
         self.tokens += count
+        self._stayed(payload, count)
         if payload is None:  # aborted by a weight sync: the server's version made all of them
             version = fields.get("global_steps")
             spans, self.outcome, self.rule = [[-1 if version is None else version, count]], "abort", ""
@@ -95,6 +97,12 @@ class Member:
         elif self.outcome == "yield":
             output.stop_reason = "segment"
 
+    def _stayed(self, payload: dict | None, count: int) -> None:
+        """Where the attempt was; vLLM says nothing of one that it aborts, so that its replica is not known."""
+        since = self.places[-1][2] if self.places else self.started
+        replica, since = (payload["replica"], payload["arrived"]) if payload else ("", since)
+        self.places.append([replica, since, time.time(), count])
+
     @property
     def doomed(self) -> bool:
         """A coin has fallen against it."""
@@ -115,7 +123,8 @@ class Member:
     def _ending(self) -> dict:
         return {"group": self.group, "member": self.number, "outcome": self.outcome, "rule": self.rule,
                 "tokens": self.tokens, "attempts": self.attempts, "reprefill": self.reprefill,
-                "boundaries": self.boundaries, "spans": self.spans, "started": self.started, "ended": time.time()}
+                "boundaries": self.boundaries, "spans": self.spans, "places": self.places, "started": self.started,
+                "ended": time.time()}
 
 
 def _stamp(fields: dict, spans: list[list[int]]) -> None:

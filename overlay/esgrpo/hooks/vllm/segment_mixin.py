@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import time
 from collections import Counter, deque
 
@@ -49,6 +50,8 @@ class SegmentMixin:
         tokens_per_step = 1 + (getattr(self, "num_spec_tokens", 0) or 0)
         self.segment_book = SegmentBook(settings, tokens_per_step)
         self.segment_logprobs = LogprobSums()
+        # verl's server names its replica in the environment that this process was spawned with (0.8 and later)
+        self.segment_replica = os.environ.get("VERL_REPLICA_RANK") or self.vllm_config.instance_id
         self.segment_occupancy = Occupancy(settings.capacity or self.max_num_running_reqs, time.time)
         self.segment_outcomes: Counter = Counter()
         self.segment_flight: deque[dict[str, int]] = deque()  # tokens per request of steps without their output yet
@@ -169,6 +172,7 @@ class SegmentMixin:
             return None
         self.segment_outcomes[f"{outcome}/{rule}" if rule else outcome] += 1
         return {"outcome": outcome, "rule": rule, "spans": item.spans, "boundaries": item.boundaries,
+                "replica": self.segment_replica, "arrived": request.arrival_time,
                 "logprob_sum": self.segment_logprobs.pop(request.request_id)}
 
     # Control plane, called by the EngineCore utilities between two steps.
@@ -178,7 +182,7 @@ class SegmentMixin:
         book = self.segment_book
         kept = {key: self.requests[key] for key in book.tracked}
         window = dataclasses.asdict(self.segment_occupancy.close())
-        window["version"] = book.version
+        window["version"], window["replica"] = book.version, self.segment_replica
         window["outcomes"] = dict(self.segment_outcomes)
         window["in_flight"] = sum(map(len, self.segment_flight))  # a pause settles them; else they count as new
         ages = book.kv_ages(version, {key: (request.num_computed_tokens > 0, getattr(request, "num_preemptions", 0))
