@@ -118,6 +118,10 @@ def test_every_token_is_accounted_for(run):
     for row in responses:
         assert sum(tokens for _, tokens in row["spans"]) == row["tokens"] <= RESPONSE_LENGTH
         assert [v for v, _ in row["spans"]] == sorted({v for v, _ in row["spans"]}), "versions run backwards"
+        assert sum(tokens for *_, tokens in row["places"]) == row["tokens"]
+        assert all(row["started"] - 1 <= since <= until <= row["ended"] for _, since, until, _ in row["places"])
+    assert {replica for row in responses for replica, *_ in row["places"]} - {""} == {"0"} == {
+        window["replica"] for window in windows}
 
 
 def _tokens_after(windows, responses) -> int:

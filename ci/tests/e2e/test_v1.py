@@ -103,6 +103,7 @@ def check_tokens(run_dir: Path) -> None:
     for row in responses:
         assert sum(tokens for _, tokens in row["spans"]) == row["tokens"] <= RESPONSE_LENGTH
         assert [v for v, _ in row["spans"]] == sorted({v for v, _ in row["spans"]}), "versions run backwards"
+        assert sum(tokens for *_, tokens in row["places"]) == row["tokens"]
         for version, tokens in row["spans"]:
             ended[version] += tokens
     made = Counter()
