@@ -29,7 +29,8 @@ NAMES = {"plain": "off", "overlay": "all"}  # for arms of bench.ablation
 class Setting:
     """Of a scale. Segments in tokens, `validation` and `concurrent` in prompts, `test_every` in weight versions.
 
-    micro_batch: rows of the trainer's forward pass, padded to the longest of them. staleness: verl's own, for every arm.
+    micro_batch: rows of the trainer's forward pass, padded to the longest of them. staleness: verl's own, for all
+    arms.
     """
 
     segment: int

@@ -245,11 +245,11 @@ def test_gpus_and_cuda_subsets():
 
 def test_gpus_without_a_kernel_for_log_probs():
     gpus = "0, NVIDIA H200, 570.1\n"
-    bare = named(fake(npu=None, gpu=gpus, versions={"verl": "0.9.1"}, variables={}, files={}),
-                 "flash-attn", checks.WARNING)
-    assert "5,400 tokens/s" in bare.found and "use_fused_kernels=True" in bare.fix
-    for host in (fake(npu=None, gpu=gpus, versions={"verl": "0.9.1", "flash-attn": "2.8.3"}, variables={}, files={}),
-                 fake()):
+    bare = {"npu": None, "gpu": gpus, "variables": {}, "files": {}}
+    found = named(fake(versions={"verl": "0.9.1"}, **bare), "flash-attn", checks.WARNING)
+    assert "5,400 tokens/s" in found.found and "use_fused_kernels=True" in found.fix
+    for host in (fake(), fake(versions={"verl": "0.7.0"}, **bare),
+                 fake(versions={"verl": "0.9.1", "flash-attn": "2.8.3"}, **bare)):
         assert "flash-attn" not in {finding.name for finding in findings(host)}
 
 

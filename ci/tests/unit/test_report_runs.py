@@ -127,9 +127,9 @@ def test_attempts_stand_under_their_replica(run_dir):
     check_format(events)
     names = {e["pid"]: e["args"]["name"].partition(": ")[2] for e in events if e["name"] == "process_name"}
     assert sorted(names.values()) == ["replica 1", "replica not told"]
-    spans = [(names[e["pid"]], e["ts"] / 1e6, e["dur"] / 1e6, e["cat"]) for e in events
+    spans = [(names[e["pid"]], e["ts"] / 1e6, e["dur"] / 1e6, e["cat"], e["args"]["tokens_so_far"]) for e in events
              if e["ph"] == "X" and e["name"] == "b/0"]
-    assert spans == [("replica not told", 1.0, 3.0, "interrupted"), ("replica 1", 4.5, 7.0, "finish")]
+    assert spans == [("replica not told", 1.0, 3.0, "interrupted", 4), ("replica 1", 4.5, 7.0, "finish", 16)]
     assert {(names[e["pid"]], e["name"]) for e in events if e["ph"] == "i" and "sync" in e["name"]} == {
         ("replica not told", "weight sync after version 0"), ("replica 1", "weight sync after version 1")}
 

@@ -107,13 +107,13 @@ def of_run_directory(run_dir: Path) -> tuple[list[Stay], list[Moment]]:
     zero = min(r["started"] for r in responses)
     stays = []
     for r in responses:
-        places = r.get("places") or [["", r["started"], r["ended"], r["tokens"]]]
+        places, done = r.get("places") or [["", r["started"], r["ended"], r["tokens"]]], 0
         for number, (replica, since, until, tokens) in enumerate(places, 1):
-            last = number == len(places)
+            last, done = number == len(places), done + tokens
             stays.append(Stay(
                 process(replica), f"{r['group']}/{r['member']}", max(0.0, since - zero), until - zero,
                 r["outcome"] if last else INTERRUPTED,
-                facts={"tokens": tokens, "attempt": number, "boundaries": r["boundaries"],
+                facts={"tokens": done, "attempt": number, "boundaries": r["boundaries"],
                        "rule": r["rule"] or None if last else None, "versions": str(r["spans"])}))
     ends: dict[tuple[str, int], float] = {}
     for window in read(str(run_dir), "windows"):
