@@ -52,8 +52,8 @@ _OF_DEVICE = {
     "cuda": [
         "actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.enforce_eager=False",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
-        # without flash-attn verl loops over tokens for their log-probs: 4.9 to 58 s a step on an H200, 2.7 s and 11.6 ms
-        # a token of the mean response; its fused forward takes 512 at once
+        # without flash-attn verl loops over tokens for their log-probs: 4.9 to 58 s a step on an H200 (2.7 s, and
+        # 11.6 ms a token of the mean response); its fused forward takes 512 at once
         "actor_rollout_ref.model.use_fused_kernels=True",
         "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",
     ],
