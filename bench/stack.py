@@ -16,7 +16,7 @@ MAIN_PPO = "verl.trainer.main_ppo"
 DEVICE = os.environ.get("ESGRPO_BENCH_DEVICE", "cpu")
 ENVIRONMENT = {
     # on Hopper torch 2.11 asks cuDNN for masked attention first, which may build a plan for a new padded length: of 12
-    # lengths 5 took 0.7 to 2.6 s more than without it (H200), the others up to twice as long
+    # lengths 4 took 1.2 to 2.0 s more than without it (H200), the others up to 2.5 times as long
     **({"VERL_PLATFORM": "cpu"} if DEVICE == "cpu" else {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
     "HF_HUB_OFFLINE": "1",
     "HYDRA_FULL_ERROR": "1",
