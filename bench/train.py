@@ -46,7 +46,7 @@ class Setting:
 
 # large: with 0.5 twelve groups are in flight at most, and a version waits for the longest of them; 2.0 fills the engine
 SETTINGS = {"small": Setting(ablation.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 16, 3e-4, 0.5),
-            "large": Setting(1024, 128, 10, 32, 256, 8192, 4, 1e-4, 2.0)}
+            "large": Setting(1024, 128, 15, 32, 256, 8192, 4, 1e-4, 2.0)}
 
 
 def overrides(options, seed: int, data: Path, run_dir: Path, arm: str) -> list[str]:
