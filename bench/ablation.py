@@ -66,6 +66,9 @@ def arms(segment_length: int) -> dict[str, list[str]]:
 
 
 ARMS = arms(SEGMENT_LENGTH)
+# verl's own timers: a step without evaluations, and its parts; the weight sync's key has its prefix twice
+STEP_PARTS = {"": "step", ", wait for samples": "gen", ", update": "update_actor",
+              ", weight sync": "timing_s/param_sync"}
 WASTES = ("pruned", "zero_variance", "stale", "reprefill")
 
 
@@ -76,12 +79,17 @@ def measures(run_dir: Path, result: compare.Result) -> dict[str, float | None]:
     def last(key):
         return next((m[key] for m in reversed(metrics) if key in m), None)
 
+    def mean(key):
+        values = [m[key] for m in metrics if key in m]
+        return statistics.mean(values) if values else None
+
     kept = [m["esgrpo/sync/kept"] for m in metrics if "esgrpo/sync/kept" in m]
     moved = [m["esgrpo/routing/moves"] for m in metrics if "esgrpo/routing/moves" in m]
     spent = max(1, result.balance["spent"])
     bias = [v for m in metrics[-1:] for k, v in m.items() if k.startswith("esgrpo/length_bias/")]
     return {
         "step time, s": result.seconds / result.steps if result.steps else None,
+        **{f"verl's step{name}, s": mean(f"timing_s/{key}") for name, key in STEP_PARTS.items()},
         "bubble rate": result.bubble["bubble_rate"],
         "decoded tokens/s": result.decoded / result.seconds,
         "effective tokens/s": result.balance["trained"] / result.seconds,
