@@ -61,6 +61,7 @@ def arms(segment_length: int) -> dict[str, list[str]]:
         "C sampler": switches(*on, HISTORY, "sampler.enable"),
         "D elastic": switches(*on, HISTORY, "elastic.enable"),
         "keep": switches(*on, "sync.requests=keep"),
+        "token outputs": switches("observe", "token_outputs"),
         "all": switches("profile=elastic", length, "prune.repetition.min_count=6"),
     }
 

@@ -160,6 +160,7 @@ class Segment:
     segment_length: int = _number(1024, 2, None, "tokens between two boundaries of a response")
     boundary: str = _choice("soft", ("soft", "yield"), "what a boundary does: evaluate only, or hand the response back")
     capacity: int = _number(0, 0, None, "requests at which a replica is full, for bubble_rate; 0: max_num_seqs")
+    token_outputs: bool = _flag(False, "no text is made of tokens: verl reads their ids and log-probs")
     success_threshold: float = _number(
         0.5, None, None, "a sample is correct from this score (or numeric acc) on; a boolean acc decides alone"
     )
@@ -203,6 +204,7 @@ PROFILES: dict[str, dict] = {
                   "audit": {"enable": True}},
         "sampler": {"enable": True},
         "sync": {"requests": "keep"},
+        "token_outputs": True,
     },
 }
 
@@ -307,6 +309,8 @@ def _check_sections(segment: Segment) -> None:
                           f"0 without {PREFIX}.prune.audit.enable",
                           "optional stopping drops long answers and nothing would weigh the rows that are kept, the "
                           "run does not start", "set prune.audit.enable=True or drop the key")
+    if segment.token_outputs and not (segment.enable or segment.observe):
+        needs("token_outputs", f"{PREFIX}.observe or {PREFIX}.enable", "no process would tell its hooks")
     for section, enable in (("history", segment.history.enable), ("elastic", segment.elastic.enable)):
         if enable and not segment.enable:
             needs(f"{section}.enable", f"{PREFIX}.enable", f"{section} acts on segments")
@@ -329,7 +333,7 @@ def features(segment: Segment, loss_mode: str) -> frozenset[str]:
         names.add("yield")
     switches = {"history": segment.history.enable, "routing": segment.routing.enable,
                 "elastic": segment.elastic.enable, "sampler": segment.sampler.enable,
-                "weighted": segment.weighted, "keep": segment.keeps}
+                "weighted": segment.weighted, "keep": segment.keeps, "token_outputs": segment.token_outputs}
     names.update(name for name, on in switches.items() if on)
     if segment.dmmpt.enable:
         names.add("dmmpt")

@@ -32,7 +32,7 @@ EXPECTED = {
     "rollouter": {"prompt-forecasts", "prompt-queue", "tail-router", "prompt-sampler", "resolved-groups-are-replaced",
                   "rebalance-aborts"},
     "trainer": {"keep-probabilities-reach-estimator"},
-    "vllm-server": {"kept-requests"},
+    "vllm-server": {"kept-requests", "token-outputs", "first-and-last-output"},
 }
 
 

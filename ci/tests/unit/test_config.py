@@ -104,7 +104,8 @@ def test_switches_take_nothing_but_booleans(path, field):
 NEEDS_MORE = {"history.enable": {"enable": True}, "elastic.enable": {"enable": True},
               "routing.enable": {"enable": True, "history": {"enable": True}},
               "sampler.enable": {"enable": True, "history": {"enable": True}},
-              "prune.resolved.enable": {"enable": True, "prune": {"audit": {"enable": True}}}}
+              "prune.resolved.enable": {"enable": True, "prune": {"audit": {"enable": True}}},
+              "token_outputs": {"observe": True}}
 
 
 @pytest.mark.parametrize("name", NEEDS_MORE)
@@ -126,7 +127,7 @@ def test_profiles_are_defaults_and_the_user_has_the_last_word():
     static = parse({"profile": "static", "segment_length": 64})
     assert static.enable and static.boundary == "yield" and not static.prunes
     assert config.features(parse({"profile": "off"}), "vanilla") == frozenset()
-    assert {"history", "routing", "elastic", "weighted", "keep"} <= config.features(elastic, "pois")
+    assert {"history", "routing", "elastic", "weighted", "keep", "token_outputs"} <= config.features(elastic, "pois")
 
 
 def test_choices_say_the_closest():

@@ -1,0 +1,45 @@
+"""Asks vLLM for the token ids and log-probs of a response without the text of every token."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="token-outputs",
+    target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.generate",
+    process=("vllm-server",),
+    kind="wrap",
+    why="verl reads token ids and log-probs, yet with its SamplingParams vLLM decodes every token, and once more for "
+        "its log-prob, in the process that also takes requests and weight syncs. verl has no key for detokenize",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "00265a40ae503c89"}),),
+    remove_when="verl's server sets detokenize=False",
+    features=("token_outputs",),
+    without=(("==0.7.0", "its server was not looked at"),),
+)
+READ_TEXT = ("stop", "prompt_logprobs")  # stop strings are looked for in text; prompt log-probs are read as a list
+
+
+def build(original):
+    @functools.wraps(original)
+    async def generate(self, *args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl import token_outputs
+
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        bound.arguments["sampling_params"] = token_outputs.without_text(bound.arguments["sampling_params"])
+        return await original(*bound.args, **bound.kwargs)
+
+    return generate
+
+
+def without_text(parameters: dict) -> dict:
+    """vLLM sampling parameters for the same tokens and log-probs; what the caller says itself stays."""
+    from vllm import SamplingParams
+
+    if any(parameters.get(key) for key in READ_TEXT):
+        return parameters
+    flat = {"flat_logprobs": True} if hasattr(SamplingParams, "flat_logprobs") else {}  # since vLLM 0.12
+    return {"detokenize": False, **flat, **parameters}

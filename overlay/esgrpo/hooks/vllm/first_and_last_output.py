@@ -1,0 +1,51 @@
+"""Of a response that nobody reads as text, vLLM's front end makes the first output and the last."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="first-and-last-output",
+    target="vllm.v1.engine.output_processor:RequestState.make_request_output",
+    process=("vllm-server",),
+    kind="wrap",  # the original is left out between the first output and the last: those are what nobody reads
+    why="of the cumulative outputs that vLLM makes for every token verl keeps the last, and takes the first for the "
+        "arrival of the request: with FINAL_ONLY its weight sync would wait for the end of every response. "
+        "stream_interval does nothing for cumulative outputs",
+    releases=(Release("vllm", ">=0.11,<0.34", {
+        "0.11.0": "2053192768e32586", "0.12.0": "1452344ba0b3a113", "0.13.0": "1452344ba0b3a113",
+        "0.18.0": "8eac852c09d5176e", "0.18.1": "8eac852c09d5176e", "0.20.2": "43b6f0da5522ab1f",
+        "0.23.0": "e767eeac2ae0faf5", "0.24.0": "e767eeac2ae0faf5", "0.28.0": "83775dec3ae95547",
+        "0.30.0": "f55fd43a80bc19fa", "0.32.0": "5c2f24d92bd4f52a", "0.33.0": "c4d19d2afaf82dcb",
+    }),),
+    remove_when="vLLM's stream_interval counts for cumulative outputs",
+    features=("token_outputs",),
+    relies_on=("vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+               "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
+               "vllm.v1.engine.detokenizer:IncrementalDetokenizer"),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def make_request_output(self, new_token_ids, pooling_output, finish_reason, *args, **kwargs):
+        # by name, not by bind: once for every token. The names are those of all releases above
+        if finish_reason is None and getattr(self, "esgrpo_told", False):
+            return None
+        output = original(self, new_token_ids, pooling_output, finish_reason, *args, **kwargs)
+        if output is not None and _is_read_at_its_end(self):
+            self.esgrpo_told = True
+        return output
+
+    return make_request_output
+
+
+def _is_read_at_its_end(state) -> bool:
+    """No text (detokenize=False), each output repeats the ones before, and no sibling shares it (n > 1)."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    return (state.output_kind is RequestOutputKind.CUMULATIVE and state.parent_req is None
+            and type(state.detokenizer) is IncrementalDetokenizer)
