@@ -171,3 +171,15 @@ def test_the_callers_parameters_are_left_alone():
     given = {"logprobs": True, "flat_logprobs": False}
     assert token_outputs.without_text(given) == {"logprobs": True, "flat_logprobs": False, "detokenize": False}
     assert given == {"logprobs": True, "flat_logprobs": False}
+
+
+def test_the_benchmark_counts_outputs(tokenizer):
+    """bench.output_cost at toy size: what it counts, not how long it takes."""
+    import random
+
+    from bench import output_cost
+
+    requests, tokens, rounds = 3, 18, 2
+    found = asyncio.run(output_cost.compare(requests, tokens, rounds, tokenizer, random.Random(1)))
+    assert found["outputs_a_response"] == {"verl": tokens, "verl_again": tokens, "token_outputs": 1}
+    assert {len(values) for values in found["us_a_token"].values()} == {rounds}

@@ -87,6 +87,13 @@ def _scheduler(record: Record) -> list[list[str]]:
              str(record.data["rounds"]), "a cost", *_where(record)]]
 
 
+def _outputs(record: Record) -> list[list[str]]:
+    return [[f"vLLM's front end, {requests} requests: a token", spread(found["us_a_token"]["token_outputs"]) + " µs",
+             spread(found["us_a_token"]["verl"]) + " µs plain", spread(found["ratio_to_verl"]["token_outputs"]),
+             str(len(found["us_a_token"]["verl"])), "a cost", *_where(record)]
+            for requests, found in record.data["measured"].items()]
+
+
 def _startup(record: Record) -> list[list[str]]:
     return [["start of an interpreter, overlay off", interval(record.data["overhead_ms"]) + " ms more",
              f"{record.data['baseline_ms']:.3g} ms plain", DASH, str(record.data["pairs"]), "a cost", *_where(record)]]
@@ -103,9 +110,8 @@ def _study(record: Record) -> list[list[str]]:
     return rows
 
 
-CLAIMS = {"engine": _policies, "ablation": _training, "scheduler cost": _scheduler, "start-up": _startup,
-          "study": _study,
-          "simulation": _policies}
+CLAIMS = {"engine": _policies, "ablation": _training, "scheduler cost": _scheduler, "output cost": _outputs,
+          "start-up": _startup, "study": _study, "simulation": _policies}
 
 
 def table(records: list[Record]) -> Table:

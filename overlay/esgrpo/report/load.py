@@ -69,6 +69,8 @@ def _kind(data: dict) -> str:
         return "tau"
     if has("sync", "async", "requests"):
         return "scheduler cost"
+    if has("measured", "tokens"):
+        return "output cost"
     if has("overhead_ms", "control_ms"):
         return "start-up"
     if has("scenarios", "penalty"):
@@ -95,7 +97,8 @@ SPREADS = {
     "engine": "median [lowest, highest] over runs", "validation": "every run shown",
     "comparison": "one run an arm", "check": "none: passes or fails",
     "scheduler cost": "median [95 % bootstrap] over rounds", "decode overhead": "median [95 % bootstrap] over windows",
-    "start-up": "median [95 % bootstrap] over pairs", "tau": "median of three windows, spread in ms",
+    "output cost": "median [lowest, highest] over rounds", "start-up": "median [95 % bootstrap] over pairs",
+    "tau": "median of three windows, spread in ms",
 }
 
 

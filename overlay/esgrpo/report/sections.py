@@ -41,8 +41,8 @@ TABLES = {
     "study": study.study, "validation": policy_tables.validation,
     "ablation": tables.ablation, "robustness": tables.robustness, "comparison": tables.comparison, "run": tables.run,
     "prompt sampling": tables.prompt_sampling, "estimator bias": tables.estimator_bias,
-    "scheduler cost": tables.scheduler_cost, "decode overhead": tables.decode_overhead, "start-up": tables.startup,
-    "check": tables.check,
+    "scheduler cost": tables.scheduler_cost, "output cost": tables.output_cost,
+    "decode overhead": tables.decode_overhead, "start-up": tables.startup, "check": tables.check,
 }
 FIGURES = {
     "engine": policy_figures.policies, "simulation": policy_figures.policies, "tau": policy_figures.tau,
@@ -61,7 +61,7 @@ ORDER = (
     ("Simulation", ("validation", "study", "simulation", "prompt sampling", "estimator bias"),
      "A virtual clock drives the overlay's own decision code. These numbers are simulated: what to expect, not what "
      "was seen."),
-    ("What the overlay itself costs", ("scheduler cost", "decode overhead", "start-up"),
+    ("What the overlay itself costs, and saves", ("scheduler cost", "output cost", "decode overhead", "start-up"),
      "Each against plain upstream in one process, with a control of plain against plain."),
     ("Checks", ("check",), "Runs that pass or fail; no measurement of speed."),
 )
@@ -92,6 +92,8 @@ EXPECTED = (
     ("Predicted against measured makespan", lambda rs: _any(rs, "validation"),
      "python -m bench.sim.validate ENGINE_RESULTS.json"),
     ("Cost of a scheduler step", lambda rs: _any(rs, "scheduler cost"), "python -m bench.scheduler_cost"),
+    ("Cost of a token in the front end", lambda rs: _any(rs, "output cost"),
+     "python -m bench.output_cost --results FILE"),
     ("Decoding overhead", lambda rs: _any(rs, "decode overhead"), "python -m bench.decode_overhead"),
     ("Start-up overhead", lambda rs: _any(rs, "start-up"), "python -m bench.startup --json FILE"),
 )

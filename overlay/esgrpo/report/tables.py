@@ -137,6 +137,14 @@ def scheduler_cost(record: Record) -> list[Table]:
     return [Table(f"Scheduler step with {record.data['requests']} running requests", rows)]
 
 
+def output_cost(record: Record) -> list[Table]:
+    rows = [["running requests", "arm", "µs a token", "ratio to verl", "outputs a response"]]
+    for requests, found in record.data["measured"].items():
+        rows += [[requests, arm, spread(values), spread(found["ratio_to_verl"].get(arm, [])),
+                  number(found["outputs_a_response"][arm])] for arm, values in found["us_a_token"].items()]
+    return [Table(f"vLLM's front end, responses of {record.data['tokens']} tokens", rows)]
+
+
 def decode_overhead(record: Record) -> list[Table]:
     rows = [["arm", "throughput ratio, own time", "ratio, wall", "tokens per wall second"]]
     rows += [[arm, interval(found["throughput_ratio_own"], near_one),
