@@ -67,6 +67,7 @@ def arms(segment_length: int) -> dict[str, list[str]]:
 
 
 ARMS = arms(SEGMENT_LENGTH)
+SERVER, AGENT_LOOP = "vLLMHttpServer", "AgentLoopWorker"  # what Ray calls their processes
 # verl's own timers: a step without evaluations, and its parts; the weight sync's key has its prefix twice
 STEP_PARTS = {"": "step", ", wait for samples": "gen", ", update": "update_actor",
               ", weight sync": "timing_s/param_sync"}
@@ -84,6 +85,7 @@ def measures(run_dir: Path, result: compare.Result) -> dict[str, float | None]:
         values = [m[key] for m in metrics if key in m]
         return statistics.mean(values) if values else None
 
+    cpu = json.loads((run_dir / "arm.json").read_text()).get("cpu_s", {})
     kept = [m["esgrpo/sync/kept"] for m in metrics if "esgrpo/sync/kept" in m]
     moved = [m["esgrpo/routing/moves"] for m in metrics if "esgrpo/routing/moves" in m]
     spent = max(1, result.balance["spent"])
@@ -94,6 +96,9 @@ def measures(run_dir: Path, result: compare.Result) -> dict[str, float | None]:
         "bubble rate": result.bubble["bubble_rate"],
         "decoded tokens/s": result.decoded / result.seconds,
         "effective tokens/s": result.balance["trained"] / result.seconds,
+        "CPU of vLLM's server, us a token": 1e6 * cpu[SERVER] / max(1, result.decoded) if SERVER in cpu else None,
+        "CPU of the agent loop, ms a response": 1e3 * cpu[AGENT_LOOP] / max(1, result.responses)
+        if AGENT_LOOP in cpu else None,
         "time to target, s": result.time_to_target,
         "samples to target": result.samples_to_target,
         "held-out reward, last": result.evaluations[-1][1] if result.evaluations else None,

@@ -34,6 +34,7 @@ class Arm:
     return_code: int | None = None
     stopped_at_budget: bool = False
     metrics: list[dict] = field(default_factory=list)
+    cpu_s: dict[str, float] = field(default_factory=dict)  # of processes by their name, since `ready`
 
     def last(self, key: str):
         return next((m["data"][key] for m in reversed(self.metrics) if key in m["data"]), None)
@@ -56,6 +57,28 @@ def processes_of(marker: str) -> list[int]:
             if wanted in environment.split(b"\0"):
                 found.append(int(entry))
     return found
+
+
+def cpu_seconds(marker: str) -> dict[tuple[int, str], float]:
+    """(pid, name) -> CPU seconds of the processes of an arm; Ray and vLLM give theirs the name of the actor."""
+    found = {}
+    for pid in processes_of(marker):
+        try:
+            title = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+            times = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        name = re.fullmatch(r"(?:ray|VLLM)::(\w+).*", title)  # without the method that runs just now
+        if name:
+            found[pid, name[1]] = sum(map(int, times[11:13])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def _cpu_by_name(begin: dict, end: dict) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for (pid, name), seconds in end.items():
+        found[name] = found.get(name, 0.0) + seconds - begin.get((pid, name), 0.0)
+    return {name: round(seconds, 2) for name, seconds in found.items()}
 
 
 def _signal_all(pids: list[int], number: int) -> None:
@@ -128,7 +151,7 @@ def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget
                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
                                    cwd=run_dir)
         try:
-            _watch(arm, process, _Tail(log), _Tail(metrics), budget_s, say)
+            _watch(arm, process, marker, _Tail(log), _Tail(metrics), budget_s, say)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -141,7 +164,8 @@ def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget
             arm.ended, arm.return_code = time.time(), process.returncode
     (run_dir / "arm.json").write_text(json.dumps({
         "name": name, "started": arm.started, "ready": arm.ready, "ended": arm.ended, "budget_s": budget_s,
-        "return_code": arm.return_code, "stopped_at_budget": arm.stopped_at_budget, "overrides": overrides}, indent=1))
+        "return_code": arm.return_code, "stopped_at_budget": arm.stopped_at_budget, "overrides": overrides,
+        "cpu_s": arm.cpu_s}, indent=1))
     with open(run_dir / "metrics-timed.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in arm.metrics)
     if arm.return_code != 0 and not arm.stopped_at_budget:
@@ -149,12 +173,12 @@ def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget
     return arm
 
 
-def _watch(arm: Arm, process, log: _Tail, metrics: _Tail, budget_s: float | None, say) -> None:
-    next_progress = 0.0
+def _watch(arm: Arm, process, marker: str, log: _Tail, metrics: _Tail, budget_s: float | None, say) -> None:
+    next_progress, at_ready = 0.0, {}
     while True:
         ended = process.poll() is not None
         if arm.ready is None and any(mark in line for line in log.lines() for mark in READY):
-            arm.ready = time.time()
+            arm.ready, at_ready = time.time(), cpu_seconds(marker)
         arm.metrics += [{"time": time.time(), **json.loads(line)} for line in metrics.lines() if line]
         if ended:
             return
@@ -164,6 +188,6 @@ def _watch(arm: Arm, process, log: _Tail, metrics: _Tail, budget_s: float | None
         if arm.ready is None and time.time() - arm.started > STARTUP_LIMIT_S:
             raise RuntimeError(f"{arm.name}: not ready after {STARTUP_LIMIT_S:.0f} s (log: {log.path})")
         if budget_s and arm.ready and time.time() - arm.ready >= budget_s:
-            arm.stopped_at_budget = True
+            arm.stopped_at_budget, arm.cpu_s = True, _cpu_by_name(at_ready, cpu_seconds(marker))
             return
         time.sleep(0.5)

@@ -29,8 +29,8 @@ NAMES = {"plain": "off", "overlay": "all"}  # for arms of bench.ablation
 class Setting:
     """Of a scale. Segments in tokens, `validation` and `concurrent` in prompts, `test_every` in weight versions.
 
-    micro_batch: rows of the trainer's forward pass, padded to the longest of them. staleness: verl's own, for all
-    arms.
+    micro_batch: rows of the trainer's forward pass, padded to the longest of them. workers: processes of the agent
+    loop, and of the reward loop. staleness: verl's own, for all arms.
     """
 
     segment: int
@@ -40,13 +40,15 @@ class Setting:
     sequences: int
     batched_tokens: int
     micro_batch: int
+    workers: int
     learning_rate: float
     staleness: float
 
 
-# large: with 0.5 twelve groups are in flight at most, and a version waits for the longest of them; 2.0 fills the engine
-SETTINGS = {"small": Setting(ablation.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 16, 3e-4, 0.5),
-            "large": Setting(1024, 128, 15, 32, 256, 8192, 4, 1e-4, 2.0)}
+# large: with 0.5 twelve groups are in flight at most, and a version waits for the longest of them; with 2.0 it is
+# 24, of which 48 requests ran on average (H200, one agent-loop worker then; 8 is verl's default)
+SETTINGS = {"small": Setting(ablation.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 16, 1, 3e-4, 0.5),
+            "large": Setting(1024, 128, 15, 32, 256, 8192, 4, 8, 1e-4, 2.0)}
 
 
 def overrides(options, seed: int, data: Path, run_dir: Path, arm: str) -> list[str]:
@@ -61,6 +63,7 @@ def overrides(options, seed: int, data: Path, run_dir: Path, arm: str) -> list[s
             f"actor_rollout_ref.rollout.max_num_batched_tokens={setting.batched_tokens}",
             f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={setting.micro_batch}",
             f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={setting.micro_batch}",
+            f"actor_rollout_ref.rollout.agent.num_workers={setting.workers}", f"reward.num_workers={setting.workers}",
             *ablation.arms(setting.segment)[NAMES.get(arm, arm)]]
 
 
