@@ -16,7 +16,7 @@ HOOK = Hook(
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "00265a40ae503c89"}),),
     remove_when="verl's server sets detokenize=False",
     features=("token_outputs",),
-    without=(("==0.7.0", "its server was not looked at"),),
+    without=(("==0.7.0", "not made for its server: tokens are still turned into text there"),),
 )
 READ_TEXT = ("stop", "prompt_logprobs")  # stop strings are looked for in text; prompt log-probs are read as a list
 
