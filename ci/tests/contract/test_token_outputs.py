@@ -173,6 +173,13 @@ def test_the_callers_parameters_are_left_alone():
     assert given == {"logprobs": True, "flat_logprobs": False}
 
 
+@pytest.mark.parametrize("number", [0, 5])
+def test_prompt_log_probs_are_asked_for_as_verl_asks(number):
+    """verl's distillation; 0 is the log-prob of the prompt's own tokens, not none of them."""
+    given = {"logprobs": True, "prompt_logprobs": number}
+    assert token_outputs.without_text(given) == {"logprobs": True, "prompt_logprobs": number}
+
+
 def test_the_benchmark_counts_outputs(tokenizer):
     """bench.output_cost at toy size: what it counts, not how long it takes."""
     import random

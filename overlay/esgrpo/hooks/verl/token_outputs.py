@@ -18,7 +18,6 @@ HOOK = Hook(
     features=("token_outputs",),
     without=(("==0.7.0", "not made for its server: tokens are still turned into text there"),),
 )
-READ_TEXT = ("stop", "prompt_logprobs")  # stop strings are looked for in text; prompt log-probs are read as a list
 
 
 def build(original):
@@ -39,7 +38,8 @@ def without_text(parameters: dict) -> dict:
     """vLLM sampling parameters for the same tokens and log-probs; what the caller says itself stays."""
     from vllm import SamplingParams
 
-    if any(parameters.get(key) for key in READ_TEXT):
+    # stop strings are looked for in the text; prompt log-probs are read as a list, and 0 of them means the token's own
+    if parameters.get("stop") or parameters.get("prompt_logprobs") is not None:
         return parameters
     flat = {"flat_logprobs": True} if hasattr(SamplingParams, "flat_logprobs") else {}  # since vLLM 0.12
     return {"detokenize": False, **flat, **parameters}

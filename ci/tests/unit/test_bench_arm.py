@@ -1,0 +1,58 @@
+"""CPU seconds of an arm's processes: only its own, by the name that Ray or vLLM gives them, since it was ready."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from bench import arm
+
+BUSY_S = 0.3
+PROGRAM = f"import time\nwhile time.process_time() < {BUSY_S}: pass\nprint(1, flush=True)\ntime.sleep(60)"
+
+
+@pytest.fixture
+def start():
+    """start(title, marker): a process of that title, which has worked for BUSY_S when this returns."""
+    children = []
+
+    def new(title: str, marker: str):
+        child = subprocess.Popen([title, "-c", PROGRAM], executable=sys.executable, stdout=subprocess.PIPE,
+                                 env={**os.environ, arm.MARKER: marker})
+        children.append(child)
+        assert child.stdout.readline()
+        return child
+
+    yield new
+    for child in children:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def test_an_arms_own_processes_by_the_name_of_their_actor(start):
+    server, core = start("ray::vLLMHttpServer.generate", "mine"), start("VLLM::EngineCore", "mine")
+    start("ray::vLLMHttpServer.generate", "other")
+    start("python", "mine")  # the driver: no actor
+    found = arm.cpu_seconds("mine")
+    assert set(found) == {(server.pid, "vLLMHttpServer"), (core.pid, "EngineCore")}
+    # the kernel counts in ticks, which may round the last one down
+    assert all(seconds >= BUSY_S - 2 / os.sysconf("SC_CLK_TCK") for seconds in found.values())
+
+
+def test_a_process_that_is_gone_is_left_out(start):
+    child = start("ray::MessageQueue", "gone")
+    child.kill()
+    child.wait()
+    deadline = time.monotonic() + 10
+    while arm.cpu_seconds("gone") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert arm.cpu_seconds("gone") == {}
+
+
+def test_what_came_before_ready_does_not_count():
+    begin = {(1, "Server"): 5.0, (2, "Loop"): 1.0}
+    end = {(1, "Server"): 7.5, (2, "Loop"): 1.0, (3, "Loop"): 2.0}  # a worker started later counts whole
+    assert arm._cpu_by_name(begin, end) == {"Server": 2.5, "Loop": 2.0}
