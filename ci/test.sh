@@ -17,11 +17,11 @@ say "lint"
 if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
-# Cheap first, real runs last. The first group shares no engine and no Ray: two processes, a file in one of them. What is
-# marked `long` (carry-over under colocate_async with its restart, two replicas, a reward function that raises, an engine
-# that is killed) runs in the cells of ci/matrix.sh only: no time for it here.
+# Cheap first, real runs last. The first group shares no Ray, and its engines have a core each: two processes, a file in
+# one of them. What is marked `long` (carry-over under colocate_async with its restart, two replicas, a reward function
+# that raises, an engine that is killed) runs in the cells of ci/matrix.sh only: no time for it here.
 "$PYTHON" -m pytest -q --durations=10 -m "not long" -n 2 --dist loadfile \
-    ci/tests/unit ci/tests/property ci/tests/contract
-"$PYTHON" -m pytest -q --durations=15 -m "not long" ci/tests/ray ci/tests/engine ci/tests/e2e
+    ci/tests/unit ci/tests/property ci/tests/contract ci/tests/engine
+"$PYTHON" -m pytest -q --durations=15 -m "not long" ci/tests/ray ci/tests/e2e
 say "matrix: patch sets and hook contracts on every pinned release"
 exec "$PYTHON" -m ci.matrix --fast

@@ -115,6 +115,18 @@ def test_trace_of_a_run_directory(run_dir):
         "weight sync after version 0", "weight sync after version 1", "prune a/1"]
 
 
+@pytest.mark.parametrize("option", ["--out", "--trace"])
+def test_a_place_that_cannot_be_written_is_one_line_and_leaves_nothing(run_dir, tmp_path, option, capsys):
+    place = tmp_path / "places"
+    (place / "folder").mkdir(parents=True)
+    (place / "file").touch()
+    for unfit in (place / "file" / "page.html", place / "folder"):
+        assert cli.main(["report", str(run_dir), option, str(unfit)]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and unfit.name in said and said.rstrip().endswith(option)
+    assert sorted(path.name for path in place.rglob("*")) == ["file", "folder"]
+
+
 def test_attempts_stand_under_their_replica(run_dir):
     file = run_dir / "esgrpo" / "responses-1.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -2,7 +2,8 @@
 
 load.py reads records and says what each one is, runs.py condenses run directories, *tables.py and *figures.py turn
 records into tables and pictures, headline.py and sections.py put them in order, page.py writes HTML and Markdown,
-trace.py a Chrome trace. Only records are read (JSON, and JSON lines of run directories): nothing here measures.
+trace.py a Chrome trace, files.py puts them in their place. Only records are read (JSON, and JSON lines of run
+directories): nothing here measures.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import html
-import os
 from itertools import count
 from pathlib import Path
 
+from esgrpo.report.files import write_whole
 from esgrpo.report.load import NOT_RECORDED, Record
 from esgrpo.report.sections import Block, Content, shape_of
 from esgrpo.report.tables import Table
@@ -45,11 +45,8 @@ UNKNOWN_LEAD = "These files have a shape that this version does not know; their 
 
 def write(content: Content, path: Path) -> None:
     """`path` and the same name with .md; each is complete or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for target, text in ((path, as_html(content)), (path.with_suffix(".md"), as_markdown(content))):
-        new = target.with_name(target.name + ".new")
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, target)
+    write_whole(path, as_html(content), "--out")
+    write_whole(path.with_suffix(".md"), as_markdown(content), "--out")
 
 
 def _cell(text: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from esgrpo.errors import EsgrpoError
 from esgrpo.hooks.verl.records import read
 from esgrpo.report import load, runs
+from esgrpo.report.files import write_whole
 
 US = 1e6  # the format counts microseconds
 REPLICAS_UNKNOWN = "replica not told"
@@ -162,13 +163,12 @@ def collect(root: Path) -> tuple[list[Stay], list[Moment]]:
 def write(root: Path, path: Path) -> int:
     """Writes the trace of all records under `root`; returns the number of events.
 
-    Raises EsgrpoError when no record has requests.
+    Raises EsgrpoError when no record has requests, or `path` cannot be written.
     """
     stays, moments = collect(root)
     if not stays:
         raise EsgrpoError("report --trace", f"no record in {root} has requests", "a run directory, or engine results "
                           "with traces", "nothing was written", "give a run directory (trainer.default_local_dir)")
     found = events(stays, moments)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}), encoding="utf-8")
+    write_whole(path, json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}), "--trace")
     return len(found)
