@@ -29,7 +29,7 @@ def verdict(found: list[float], less_is_better: bool = False, of: int = 0) -> st
         return f"none: no ratio in {of - len(found)} of {of} pairs"  # as when an arm never reaches the target
     if len(found) < ENOUGH:
         return f"none: fewer than {ENOUGH} pairs"
-    low, high = min(found), max(found)
+    low, high = (float(f"{limit:.3g}") for limit in (min(found), max(found)))  # as printed: 0.9997 is 1 there
     if low <= 1 <= high:
         return "undecided: the range holds 1"
     return "better" if (low > 1) != less_is_better else "worse"
