@@ -1,18 +1,18 @@
 """Simulated: what choosing prompts is worth, in groups with gradient per group that was rolled out.
 
-    python -m bench.prompt_sampling --json bench/results/prompt_sampling.json    # a minute
+    python -m bench.prompt_sampling --json bench/results/prompt_sampling.json    # three minutes
 
 No model is trained here. Each prompt has a probability of a correct response that drifts by itself, the same in every
 arm: on average upwards, as under training, at a pace of its own, with noise. What a chosen prompt teaches is not
 modelled, so the numbers say how well a rule finds prompts with gradient and nothing about rewards. Arms: `uniform` (a
 new shuffle every epoch, as verl does), `greso` (arXiv 2506.02177: a shuffle, of which a prompt is skipped with
 probability 1 - max(p^c, 0.01) after c visits without gradient in a row; p of easy and hard prompts adapts towards a
-share of 0.25 without gradient, one third of them easy), and `sampler` (algo/prompt_sampling.py on algo/history.py).
-Outcomes come back after `--lag` further groups have started.
+share of 0.25 without gradient, one third of them easy), `sampler` (algo/prompt_sampling.py on algo/history.py) and
+`thompson` (the same with VADE's sampled p). Outcomes come back after `--lag` further groups have started.
 
-How long a taken prompt rests is tuned with other seeds than the ones that the comparison is made with. What it costs to
-train a prompt again soon is not modelled, so that the shortest rest always looks best here: `tuned` is a bound on what
-the rest is worth, not a setting to copy, and `most often` says how the choice repeats itself.
+How fast a taken prompt recovers is tried with other seeds than the ones that the comparison is made with. What it costs
+to train a prompt again soon is not modelled, so that the fastest recovery always looks best here, and `most often` says
+how the choice repeats itself: the setting in use is not the best one of this table.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ import random
 import statistics
 import sys
 from collections import Counter, deque
+from functools import partial
 from pathlib import Path
 
 from bench.startup import commit
 from esgrpo import config
-from esgrpo.algo.prompt_sampling import REST_SHARE, PromptSampler, has_gradient
+from esgrpo.algo.prompt_sampling import RECOVERY_SHARE, PromptSampler, has_gradient
 
 SEEDS, TUNING_SEEDS = "0,1,2", "100,101,102"
-REST_SHARES = (0.0, 0.05, 0.1, 0.25, 0.5)  # of the prompts, tried with the tuning seeds
+RECOVERY_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the prompts, tried with the tuning seeds
 MEASURES = {"gradient": "groups with gradient", "gain": "p(1-p)^2"}  # what arms are compared by
 RESPONSES = 8
 GROUPS_PER_VERSION = 16
 LENGTH = 100  # tokens of every response: lengths play no part here
-# The population: log-odds of a correct response at the start, and their drift per weight version.
-START_MEAN, START_SPREAD = -0.5, 2.5
-DRIFT_MEAN, DRIFT_SPREAD, NOISE = 0.004, 0.004, 0.02
+# Log-odds of a correct response: mean and spread over prompts at the start, mean drift per weight version.
+POPULATIONS = {"mixed": (-0.5, 2.5, 0.004), "hard": (-3.0, 2.5, 0.004), "easy": (1.5, 2.5, 0.004),
+               "alike": (-0.5, 1.2, 0.004), "solved or hopeless": (-0.5, 4.0, 0.004), "fast": (-0.5, 2.5, 0.016)}
+MIXED = "mixed"
+DRIFT_SPREAD, NOISE = 0.004, 0.02
 # GRESO's constants, as read in its code.
 LEAST_CHANCE, TARGET, EASY_PART, STEP, LOWEST, HIGHEST, INITIAL = 0.01, 0.25, 1 / 3, 0.01, 0.05, 0.95, 0.5
 
@@ -46,10 +49,11 @@ LEAST_CHANCE, TARGET, EASY_PART, STEP, LOWEST, HIGHEST, INITIAL = 0.01, 0.25, 1 
 class Population:
     """Prompts whose difficulty drifts with the weight version, alike for every rule with the same seed."""
 
-    def __init__(self, prompts: int, seed: int):
+    def __init__(self, prompts: int, seed: int, name: str = MIXED):
+        start, spread, drift = POPULATIONS[name]
         self.rng = random.Random(f"population {seed}")
-        self.odds = [self.rng.gauss(START_MEAN, START_SPREAD) for _ in range(prompts)]
-        self.pace = [self.rng.gauss(DRIFT_MEAN, DRIFT_SPREAD) for _ in range(prompts)]
+        self.odds = [self.rng.gauss(start, spread) for _ in range(prompts)]
+        self.pace = [self.rng.gauss(drift, DRIFT_SPREAD) for _ in range(prompts)]
 
     def step(self) -> None:
         self.odds = [odds + pace + self.rng.gauss(0.0, NOISE)
@@ -106,12 +110,13 @@ class Greso(Uniform):
 
 
 class Sampler:
-    def __init__(self, prompts: int, rng: random.Random, rest_share: float = REST_SHARE):
+    def __init__(self, prompts: int, rng: random.Random, recovery_share: float = RECOVERY_SHARE, **settings):
         from esgrpo.algo.history import PromptHistory
 
         self.history = PromptHistory(config.History(enable=True))
-        self.sampler = PromptSampler(config.Sampler(enable=True), self.history, rng, prompts, str, RESPONSES)
-        self.sampler.rest = int(prompts * rest_share)
+        self.sampler = PromptSampler(config.Sampler(enable=True, **settings), self.history, rng, prompts, str,
+                                     RESPONSES)
+        self.sampler.recovery = max(1.0, prompts * recovery_share)
         self.take = self.sampler.take
 
     def outcome(self, prompt: int, correct: list[bool], version: int) -> None:
@@ -119,13 +124,13 @@ class Sampler:
         self.sampler.outcome(str(prompt), correct)
 
 
-ARMS = {"uniform": Uniform, "greso": Greso, "sampler": Sampler}
+ARMS = {"uniform": Uniform, "greso": Greso, "thompson": partial(Sampler, choice="thompson"), "sampler": Sampler}
 
 
-def run(arm: str, prompts: int, groups: int, lag: int, seed: int, **options) -> dict[str, float]:
-    """One arm, one seed; shares of the rolled-out groups."""
-    rng, population, waiting, taken = random.Random(f"{arm} {seed}"), Population(prompts, seed), deque(), Counter()
-    rule, useful, squares = ARMS[arm](prompts, rng, **options), 0, 0.0
+def run(arm: str, prompts: int, groups: int, lag: int, seed: int, name: str = MIXED, **options) -> dict[str, float]:
+    """One arm, one seed, one population; shares of the rolled-out groups."""
+    rng, population = random.Random(f"{arm} {seed}"), Population(prompts, seed, name)
+    rule, waiting, taken, useful, squares = ARMS[arm](prompts, rng, **options), deque(), Counter(), 0, 0.0
     for number in range(groups):
         version = number // GROUPS_PER_VERSION
         if number and number % GROUPS_PER_VERSION == 0:
@@ -175,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--groups", type=int, default=8000, help="groups that are rolled out")
     parser.add_argument("--lag", type=int, default=32, help="groups that start before an outcome is known")
     parser.add_argument("--seeds", default=SEEDS, help="of the comparison")
-    parser.add_argument("--tuning-seeds", default=TUNING_SEEDS, help="of the rest shares; none of --seeds")
+    parser.add_argument("--tuning-seeds", default=TUNING_SEEDS, help="of the recovery shares; none of --seeds")
     parser.add_argument("--json", type=Path, help="write the result here, too")
     options = parser.parse_args(argv)
     seeds, tuning = ([int(seed) for seed in text.split(",")] for text in (options.seeds, options.tuning_seeds))
@@ -184,24 +189,26 @@ def main(argv: list[str] | None = None) -> int:
     if set(seeds) & set(tuning):
         parser.error("a seed of --tuning-seeds is among --seeds: the comparison would be of what was tuned for it")
     size = options.prompts, options.groups, options.lag
-    found = {name: summary([run(name, *size, seed) for seed in seeds]) for name in ARMS}
-    rests = {str(share): summary([run("sampler", *size, seed, rest_share=share) for seed in tuning])
-             for share in REST_SHARES}
-    best = max(rests, key=lambda share: rests[share]["gradient"]["mean"])
-    found["tuned"] = summary([run("sampler", *size, seed, rest_share=float(best)) for seed in seeds])
-    beats = {name: verdict(found, name) for name in ("sampler", "tuned")}
     print(f"SIMULATED, seeds {options.seeds}, {options.prompts} prompts, {options.groups} groups of {RESPONSES}")
-    for name, measures in found.items():
-        show(name, measures)
-    for name, by_measure in beats.items():
-        print(f"{name} beats greso: {', '.join(f'{MEASURES[measure]} {said}' for measure, said in by_measure.items())}")
-    print(f"rest of a taken prompt as a share of the prompts, seeds {options.tuning_seeds}; in use: {REST_SHARE}")
-    for share, measures in rests.items():
-        show(f"rest {share}", measures)
+    found, beats = {}, {}
+    for population in POPULATIONS:
+        arms = found[population] = {arm: summary([run(arm, *size, seed, population) for seed in seeds]) for arm in ARMS}
+        beats[population] = verdict(arms)
+        print(f"prompts: {population}")
+        for name, measures in arms.items():
+            show(name, measures)
+        print("sampler beats greso: " + ", ".join(f"{MEASURES[m]} {said}" for m, said in beats[population].items()))
+    print(f"recovery of a taken prompt as a share of the prompts, seeds {options.tuning_seeds}; in use: "
+          f"{RECOVERY_SHARE}")
+    recoveries = {str(share): summary([run("sampler", *size, seed, recovery_share=share) for seed in tuning])
+                  for share in RECOVERY_SHARES}
+    for share, measures in recoveries.items():
+        show(share, measures)
     if options.json:
         result = {"simulated": True, "command": "python -m bench.prompt_sampling " + " ".join(argv or sys.argv[1:]),
                   "commit": commit(), "seeds": seeds, "responses": RESPONSES, "beats_greso": beats,
-                  "arms": found, "rest_share": {"in_use": REST_SHARE, "seeds": tuning, "tried": rests, "tuned": best}}
+                  "populations": found,
+                  "recovery_share": {"in_use": RECOVERY_SHARE, "seeds": tuning, "tried": recoveries}}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -123,10 +123,12 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Prompt selection by expected gradient, p (1 - p)^2 under a sampled p (VADE)."""
+    """Prompt selection by the gradient that a group promises, p (1 - p)^2."""
 
     enable: bool = _flag(False, "prefer prompts that are likely to give a gradient")
-    candidates: int = _number(4, 2, 1024, "prompts drawn for one that is taken")
+    choice: str = _choice("expected", ("expected", "thompson"),
+                          "p(1-p)^2: its mean under the posterior, or that of a sampled p (VADE)")
+    candidates: int = _number(32, 2, 1024, "prompts drawn for one that is taken")
     uniform: float = _number(0.1, 0.0, 1.0, "share of prompts taken without a choice, so that none is lost for ever")
 
 

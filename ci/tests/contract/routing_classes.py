@@ -159,6 +159,7 @@ def run_rollouter() -> dict:
                                if key.startswith("esgrpo")}),
             "prompts": len(history) if history else 0, "saved": saved,
             "posterior": history.posterior(key_of(8)) if history else None,
+            "prior": history.posterior("never seen") if history else None,
             "metrics": {key: value for key, value in metrics.items() if key.startswith("esgrpo/")}}
 
 

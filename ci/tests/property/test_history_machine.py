@@ -23,7 +23,7 @@ ROW = st.tuples(st.integers(0, BUDGET), st.sampled_from([True, False, None]), st
 def check(forecast, budget) -> None:
     assert 0 < forecast["low"] <= forecast["tokens"] <= forecast["high"] <= (budget or math.inf)
     assert all(math.isfinite(forecast[name]) for name in ("low", "tokens", "high", "alpha", "beta"))
-    assert forecast["alpha"] >= 1 and forecast["beta"] >= 1 and forecast["length_class"] in CLASSES
+    assert forecast["alpha"] > 0 and forecast["beta"] > 0 and forecast["length_class"] in CLASSES
 
 
 class Memory(RuleBasedStateMachine):
@@ -37,14 +37,18 @@ class Memory(RuleBasedStateMachine):
     @rule(key=KEY, rows=st.lists(ROW, max_size=6), version=st.integers(-1, 60))
     def observe(self, key, rows, version):
         rows = [(length, correct, cut or (self.budget and length >= BUDGET)) for length, correct, cut in rows]
-        before = self.history.posterior(key, version)
+        before = self.counted(key, version)
         self.history.observe(key, *([row[i] for row in rows] for i in range(3)), version)
         if rows:
             self.seen = [k for k in self.seen if k != key] + [key]
-            after, right = self.history.posterior(key, version), sum(row[1] is True for row in rows)
+            after, right = self.counted(key, version), sum(row[1] is True for row in rows)
             wrong = sum(row[1] is False for row in rows)
-            assert after[0] == pytest.approx(1 + 0.8 * (before[0] - 1) + right)
-            assert after[1] == pytest.approx(1 + 0.8 * (before[1] - 1) + wrong)
+            assert after == pytest.approx((0.8 * before[0] + right, 0.8 * before[1] + wrong), abs=1e-9)
+
+    def counted(self, key, version):
+        """The posterior less the prior: correct and wrong responses, decayed."""
+        prior = self.history.correctness.parameters()
+        return tuple(now - blank for now, blank in zip(self.history.posterior(key, version), prior, strict=True))
 
     @rule(key=KEY, version=st.integers(-1, 80), finished=st.lists(st.integers(1, BUDGET), max_size=4))
     def look(self, key, version, finished):
@@ -61,7 +65,8 @@ class Memory(RuleBasedStateMachine):
     @rule(key=KEY)
     def forget(self, key):
         near, far = (self.history.posterior(key, version) for version in (self.clock + 1, self.clock + 50))
-        assert all(1 <= late <= early for late, early in zip(far, near, strict=True))
+        blank = self.history.posterior("never seen")
+        assert all(never <= late <= early for never, late, early in zip(blank, far, near, strict=True))
 
     @rule()
     def restart(self):

@@ -15,14 +15,16 @@ def test_a_small_run_in_every_arm(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith("SIMULATED")
     result = json.loads(path.read_text())
-    arms = result["arms"]
-    assert result["simulated"] and set(arms) == {"uniform", "greso", "sampler", "tuned"}
-    assert min(arms["sampler"]["gradient"]["seeds"]) > max(arms["uniform"]["gradient"]["seeds"])
-    assert arms["uniform"]["distinct"]["mean"] == 1.0 and arms["uniform"]["most_often"]["mean"] == 6
-    assert result["beats_greso"]["sampler"].keys() == {"gradient", "gain"} and "sampler beats greso" in said
-    rests = result["rest_share"]["tried"]  # a longer rest repeats less
-    assert rests["0.5"]["most_often"]["mean"] < rests["0.0"]["most_often"]["mean"]
-    assert abs(arms["sampler"]["expected"]["mean"] - arms["sampler"]["realised"]["mean"]) < 0.15
+    assert result["simulated"] and set(result["populations"]) == set(prompt_sampling.POPULATIONS)
+    for arms in result["populations"].values():
+        assert set(arms) == {"uniform", "greso", "thompson", "sampler"}
+        assert min(arms["sampler"]["gradient"]["seeds"]) > max(arms["uniform"]["gradient"]["seeds"])
+        assert arms["uniform"]["distinct"]["mean"] == 1.0 and arms["uniform"]["most_often"]["mean"] == 6
+    assert result["beats_greso"]["mixed"].keys() == {"gradient", "gain"} and "sampler beats greso" in said
+    recoveries = result["recovery_share"]["tried"]  # a longer one repeats less
+    assert recoveries["1.5"]["most_often"]["mean"] < recoveries["0.25"]["most_often"]["mean"]
+    mixed = result["populations"]["mixed"]["sampler"]
+    assert abs(mixed["expected"]["mean"] - mixed["realised"]["mean"]) < 0.1
 
 
 def test_the_comparison_is_not_made_with_the_seeds_of_the_tuning(capsys):

@@ -197,13 +197,15 @@ def test_the_histogram_follows_the_population_and_forgets():
 
 def test_beta_decays_at_each_visit_and_between_them():
     told = history(decay=0.8, half_life=10)
+    assert told.posterior("unknown", 10) == pytest.approx((1, 1))
     told.observe("a", [10] * 4, [True, True, False, None], [False] * 4, 0)
-    assert told.posterior("a", 0) == (3.0, 2.0)
-    assert told.posterior("a", 10) == (2.0, 1.5) and told.posterior("a", 1000) == pytest.approx((1, 1))
-    assert told.posterior("a", 0) == (3.0, 2.0)  # looking changes nothing
-    told.observe("a", [10] * 2, [True, True], [False] * 2, 10)
-    assert told.posterior("a", 10) == pytest.approx((1 + 0.8 * 0.5 * 2 + 2, 1 + 0.8 * 0.5 * 1))
-    assert told.posterior("unknown", 10) == (1.0, 1.0)
+    alpha, beta = told.posterior("unknown", 10)
+    assert told.posterior("a", 0) == pytest.approx((alpha + 2, beta + 1))
+    assert told.posterior("a", 10) == pytest.approx((alpha + 1, beta + 0.5))
+    assert told.posterior("a", 1000) == pytest.approx((alpha, beta))
+    assert told.posterior("a", 0) == pytest.approx((alpha + 2, beta + 1))  # looking changes nothing
+    told.observe("a", [10] * 2, [True, True], [False] * 2, 10)  # not a first visit: the prior stays
+    assert told.posterior("a", 10) == pytest.approx((alpha + 0.8 * 0.5 * 2 + 2, beta + 0.8 * 0.5 * 1))
     forecast = told.forecast("a", 10)
     assert (forecast["alpha"], forecast["beta"]) == told.posterior("a", 10)
 
@@ -223,7 +225,7 @@ def test_there_is_always_an_answer():
         forecast = history(budget=budget).forecast("new")
         assert 0 < forecast["low"] <= forecast["tokens"] <= forecast["high"] <= (budget or math.inf)
         assert forecast["length_class"] == "body" and not forecast["known"]
-        assert (forecast["alpha"], forecast["beta"]) == (1, 1)
+        assert (forecast["alpha"], forecast["beta"]) == pytest.approx((1, 1))
 
 
 def test_the_first_finished_sibling_refines_a_cold_forecast():
@@ -280,7 +282,8 @@ def test_the_least_recently_observed_goes_first():
     told = history(max_prompts=2)
     for key in "abac":
         told.observe(key, [10], [True], [False])
-    assert [told.posterior(key)[0] > 1 for key in "abc"] == [True, False, True] and len(told) == 2
+    blank = told.posterior("new")[0]
+    assert [told.posterior(key)[0] > blank for key in "abc"] == [True, False, True] and len(told) == 2
 
 
 def filled(**settings) -> PromptHistory:
@@ -315,6 +318,7 @@ def test_a_new_run_at_version_zero_goes_on_where_the_file_ended():
 
 
 DAMAGE = {
+    "prior": lambda state: state | {"correctness": [1.0, float("nan"), 0.5]},
     "newer": lambda state: state | {"state_version": 2}, "no version": lambda state: {},
     "a list": lambda state: [state], "row": lambda state: state | {"prompts": {"a": [1, 2]}},
     "text": lambda state: state | {"prompts": {"a": ["x"] * 6}},

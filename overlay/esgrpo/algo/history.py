@@ -3,11 +3,13 @@
 RhymeRL (arXiv 2508.18588) orders by the historical mean length of a prompt, TailSieve (2608.22788, app. B) finds 65 %
 of the variance of log-lengths explained by the prompt; VADE (2511.18902) keeps a decayed Beta posterior of correctness.
 Here lengths are a normal-inverse-gamma posterior over log-lengths around the running mean of all prompts, so that a
-prompt seen once gets a wide interval and a prompt never seen gets that of all. Pure; standard library only.
+prompt seen once gets a wide interval and a prompt never seen gets that of all. The prior of correctness is that of the
+prompts seen so far (correctness_prior.py). Pure; standard library only.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -15,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from esgrpo.algo.correctness_prior import CorrectnessPrior
 from esgrpo.algo.lengths import (
     LEAST_VARIANCE,
     PROMPT_SHARE,
@@ -30,7 +33,6 @@ from esgrpo.config import History, Routing
 
 STATE_VERSION = 1
 KEY_DIGITS = 16  # 200,000 prompts collide with probability 1e-9
-PRIOR_CORRECT, PRIOR_WRONG = 1.0, 1.0  # Beta(1, 1)
 PRIOR_DEGREES = 8.0  # how firmly the variance within a prompt is believed to be that of all prompts
 KNOWN_WEIGHT = 0.5  # responses (after decay and censoring) from which a prompt counts as known
 CENSORED_ROUNDS = 3  # Fisher scoring steps per visit; the estimate moves by less than 1 % after that
@@ -75,15 +77,16 @@ class Entry:
 class PromptHistory:
     """Posterior of length and correctness per prompt.
 
-    Invariants: at most `max_prompts` entries, the least recently observed go first; alpha, beta >= 1 and both tend to
-    1 without visits; low <= tokens <= high in every forecast and none is above the budget; a forecast changes nothing;
-    the clock never runs backwards, whatever versions are told; `from_state(to_state())` forecasts alike.
+    Invariants: at most `max_prompts` entries, the least recently observed go first; alpha, beta > 0 and both tend to
+    those of a prompt never seen without visits; low <= tokens <= high in every forecast and none is above the budget;
+    a forecast changes nothing; the clock never runs backwards, whatever versions are told; `from_state(to_state())`
+    forecasts alike.
     """
 
     def __init__(self, settings: History, routing: Routing | None = None, budget: int = 0):
         """`budget`: longest possible response in tokens, 0 when unknown."""
         self.settings, self.routing, self.budget = settings, routing or Routing(), budget
-        self.lengths = LengthStatistics()
+        self.lengths, self.correctness = LengthStatistics(), CorrectnessPrior()
         self._prompts: OrderedDict[str, Entry] = OrderedDict()
         self._clock = 0
         self._offset: int | None = 0  # None: decided by the first version that is told
@@ -128,6 +131,8 @@ class PromptHistory:
         self._globals = None
         right = sum(verdict is not None and bool(verdict) for verdict in correct)
         judged = sum(verdict is not None for verdict in correct)
+        if key not in self._prompts:
+            self.correctness.add(right, judged)
         self._prompts[key] = Entry(entry.lengths.joined(group), entry.correct + right, entry.wrong + judged - right,
                                    now)
         self._prompts.move_to_end(key)
@@ -160,8 +165,11 @@ class PromptHistory:
 
     def posterior(self, key: str, version: int | None = None) -> tuple[float, float]:
         """Beta(alpha, beta) of P(correct) now."""
-        entry = self._entry(key, self._now(version))
-        return PRIOR_CORRECT + entry.correct, PRIOR_WRONG + entry.wrong
+        return self._correctness(self._entry(key, self._now(version)))
+
+    def _correctness(self, entry: Entry) -> tuple[float, float]:
+        alpha, beta = self.correctness.parameters()
+        return alpha + entry.correct, beta + entry.wrong
 
     def forecast(self, key: str, version: int | None = None) -> dict:
         """Expected tokens of a response, its 80 % interval, class and posterior of correctness; always answers.
@@ -169,6 +177,7 @@ class PromptHistory:
         `limits` are the tokens below and above which a forecast is short or tail, for `refined`.
         """
         entry = self._entry(key, self._now(version))
+        alpha, beta = self._correctness(entry)
         short, tail, low, high, tokens = self._all_prompts()
         known = entry.lengths.weight >= KNOWN_WEIGHT
         if known:
@@ -181,7 +190,7 @@ class PromptHistory:
             low, high = min(low, self.budget), min(high, self.budget)
         return {"tokens": min(max(tokens, low), high), "low": low, "high": high, "known": known,
                 "length_class": length_class(tokens, (short, tail)) if known else BODY, "limits": [short, tail],
-                "alpha": PRIOR_CORRECT + entry.correct, "beta": PRIOR_WRONG + entry.wrong}
+                "alpha": alpha, "beta": beta}
 
     def _all_prompts(self) -> tuple[float, ...]:
         """Quantiles of all lengths (short, tail, low, high) and their mean, in tokens; kept until the next visit."""
@@ -204,7 +213,7 @@ class PromptHistory:
         prompts = {key: [*(round(x, DECIMALS) for x in (e.lengths.weight, e.lengths.mean, e.lengths.squares, e.correct,
                                                          e.wrong)), e.seen] for key, e in list(self._prompts.items())}
         return {"state_version": STATE_VERSION, "clock": self._clock, "lengths": self.lengths.to_state(),
-                "prompts": prompts}
+                "correctness": dataclasses.astuple(self.correctness), "prompts": prompts}
 
     @classmethod
     def from_state(cls, settings: History, state: dict, routing: Routing | None = None,
@@ -216,6 +225,10 @@ class PromptHistory:
                 raise ValueError(f"state_version {state['state_version']!r}")
             history._clock, history._offset = int(state["clock"]), None
             history.lengths = LengthStatistics.from_state(state["lengths"])
+            first_visits = CorrectnessPrior(*map(float, state.get("correctness", ())))  # older states have none
+            if not all(map(math.isfinite, dataclasses.astuple(first_visits))) or first_visits.visits < 0:
+                raise ValueError(f"correctness {state['correctness']}")
+            history.correctness = first_visits
             for key, row in state["prompts"].items():
                 weight, mean, squares, correct, wrong = map(float, row[:-1])
                 if not all(map(math.isfinite, (weight, mean, squares, correct, wrong))) or min(weight, squares) < 0:

@@ -1,12 +1,14 @@
-"""Which prompt comes next: Thompson sampling of the expected gradient (VADE, arXiv 2511.18902).
+"""Which prompt comes next: the one with the largest expected gradient among some that are drawn.
 
-A group whose responses all score the same has no advantage. VADE keeps Beta(alpha, beta) of P(correct) per prompt,
-samples p from it and takes the prompts with the largest gain p (1 - p)^2, which for binary rewards and un-normalised
-advantages is E[A^2; correct] and has its maximum at p = 1/3. The paper's decay equations and constants could not be
-read: the posterior comes decayed from the prompt history, with constants of our own.
+A group whose responses all score the same has no advantage. VADE (arXiv 2511.18902) keeps Beta(alpha, beta) of
+P(correct) per prompt and takes the prompts with the largest gain p (1 - p)^2, which for binary rewards and
+un-normalised advantages is E[A^2; correct] and has its maximum at p = 1/3; it samples p (`choice=thompson`). Its decay
+equations and constants could not be read: the posterior comes decayed from the history, with constants of our own.
 
-Selection alone would take the best prompts over and over. A prompt that was taken therefore rests until REST_SHARE of
-the data set's size have been taken after it. Pure: the random generator is injected.
+Here the gain is its mean under the posterior (`choice=expected`): a sampled p of a prompt with few visits is mostly
+noise, and what a prior fitted to the data set says of it is not (bench.prompt_sampling). Selection alone would take the
+best prompts over and over, so a prompt that was taken rests, and after that counts for less until RECOVERY_SHARE of the
+data set's size have been taken after it. Pure: the random generator is injected.
 """
 
 from __future__ import annotations
@@ -16,15 +18,24 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-REST_SHARE = 0.25  # of the prompts; a longer rest repeats less and finds less gradient (bench.prompt_sampling)
-MOST_IN_AN_EPOCH = 4  # what REST_SHARE implies: takes of one prompt are more than a quarter of the prompts apart
+REST_SHARE = 0.1  # of the prompts: however good a prompt is, so many others come before it comes again
+RECOVERY_SHARE = 0.75  # of the prompts: a longer one repeats less and finds less gradient (bench.prompt_sampling)
+MOST_IN_AN_EPOCH = 10  # what REST_SHARE implies: takes of one prompt are more than a tenth of the prompts apart
+EXPECTED = "expected"  # of settings.choice
+NEVER = -1  # take of a prompt that was not taken yet
 REPORT_WINDOW = 1000  # groups that the reported shares are computed from
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 def gain(p: float) -> float:
     """E[A^2; correct] of a prompt whose responses are correct with probability p; largest at p = 1/3."""
     return p * (1.0 - p) ** 2
+
+
+def expected_gain(alpha: float, beta: float) -> float:
+    """E[gain(p)] when p ~ Beta(alpha, beta)."""
+    total = alpha + beta
+    return alpha * beta * (beta + 1.0) / (total * (total + 1.0) * (total + 2.0))
 
 
 def _log_rising(x: float, n: int) -> float:
@@ -64,10 +75,10 @@ class PromptSampler:
             raise ValueError(f"{prompts} prompts, wanted at least 1")
         self.settings, self.history, self.rng = settings, history, rng
         self.prompts, self.key_of, self.responses = prompts, key_of, responses
-        self.rest = int(prompts * REST_SHARE)
+        self.rest, self.recovery = int(prompts * REST_SHARE), max(1.0, prompts * RECOVERY_SHARE)
         self.eligible = list(range(prompts))
         self.resting: deque[int] = deque()
-        self.taken = 0
+        self.taken, self._last = 0, [NEVER] * prompts  # number of the last take, of every prompt
         self._recent: deque[int] = deque()  # the last `prompts` takes
         self._counts: Counter[int] = Counter()  # of what stands in _recent
         self._unseen: deque[bool] = deque(maxlen=REPORT_WINDOW)
@@ -80,7 +91,7 @@ class PromptSampler:
         if self.rng.random() < self.settings.uniform:
             place = self.rng.randrange(len(self.eligible))
         else:
-            place = max(self._candidates(), key=lambda at: self._sampled_gain(self.eligible[at], version))
+            place = max(self._candidates(), key=lambda at: self._worth(self.eligible[at], version))
         number = self.eligible[place]
         self.eligible[place] = self.eligible[-1]
         self.eligible.pop()
@@ -94,11 +105,16 @@ class PromptSampler:
         size = len(self.eligible)
         return self.rng.sample(range(size), min(self.settings.candidates, size))
 
-    def _sampled_gain(self, number: int, version: int | None) -> float:
-        return gain(self.rng.betavariate(*self.history.posterior(self.key_of(number), version)))
+    def _worth(self, number: int, version: int | None) -> float:
+        alpha, beta = self.history.posterior(self.key_of(number), version)
+        expected = self.settings.choice == EXPECTED
+        worth = expected_gain(alpha, beta) if expected else gain(self.rng.betavariate(alpha, beta))
+        last = self._last[number]
+        return worth if last == NEVER else worth * min(1.0, (self.taken - last) / self.recovery)
 
     def _note(self, number: int, version: int | None) -> None:
         key = self.key_of(number)
+        self._last[number] = self.taken
         self.taken += 1
         self._recent.append(number)
         self._counts[number] += 1
@@ -139,7 +155,8 @@ class PromptSampler:
         """JSON-able. What is reported is not kept: groups in flight are lost at a restart, and their outcomes too."""
         kind, words, gauss = self.rng.getstate()
         return {"state_version": STATE_VERSION, "prompts": self.prompts, "taken": self.taken,
-                "eligible": list(self.eligible), "resting": list(self.resting), "rng": [kind, list(words), gauss]}
+                "eligible": list(self.eligible), "resting": list(self.resting), "last": list(self._last),
+                "rng": [kind, list(words), gauss]}
 
     def restore(self, state: dict) -> None:
         """Continue from to_state. Raises ValueError for another version or data set; nothing is changed then."""
@@ -148,8 +165,11 @@ class PromptSampler:
             raise ValueError(f"state version {found[0]} of {found[1]} prompts, "
                              f"wanted version {STATE_VERSION} of {self.prompts} prompts")
         eligible, resting = list(state["eligible"]), deque(state["resting"])
+        last = list(state["last"])
         if sorted([*eligible, *resting]) != list(range(self.prompts)) or len(resting) > self.rest:
             raise ValueError(f"{len(eligible)} eligible and {len(resting)} resting prompts do not make up the data")
+        if len(last) != self.prompts or not all(NEVER <= take < state["taken"] for take in last):
+            raise ValueError(f"last takes of {len(last)} prompts do not fit {state['taken']} takes")
         kind, words, gauss = state["rng"]
         self.rng.setstate((kind, tuple(words), gauss))
-        self.eligible, self.resting, self.taken = eligible, resting, int(state["taken"])
+        self.eligible, self.resting, self.taken, self._last = eligible, resting, int(state["taken"]), last

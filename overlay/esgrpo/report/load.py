@@ -75,12 +75,11 @@ def _kind(data: dict) -> str:
         return "start-up"
     if has("scenarios", "penalty"):
         return "estimator bias"
+    if has("populations", "recovery_share"):
+        return "prompt sampling"
     arms = data.get("arms")
-    if isinstance(arms, dict) and arms:
-        if all("throughput_ratio_own" in arm for arm in arms.values()):
-            return "decode overhead"
-        if all("gradient" in arm and "gain" in arm for arm in arms.values()):
-            return "prompt sampling"
+    if isinstance(arms, dict) and arms and all("throughput_ratio_own" in arm for arm in arms.values()):
+        return "decode overhead"
     if has("command", "result"):
         return "check"
     return "unknown"

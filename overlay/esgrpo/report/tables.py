@@ -176,10 +176,11 @@ def prompt_sampling(record: Record) -> list[Table]:
         return [[name, *[spread(found[key]["seeds"]) for key in measures]] for name, found in arms.items()]
 
     head = list(measures.values())
-    tables = [Table("Which prompts are drawn", [["arm", *head], *rows_of(record.data["arms"])])]
-    tuning = record.data.get("rest_share")
-    return tables + ([Table(f"Rest of a drawn prompt, other seeds (in use: {tuning['in_use']})",
-                            [["share of the prompts", *head], *rows_of(tuning["tried"])], True)] if tuning else [])
+    tables = [Table(f"Which prompts are drawn, prompts: {population}", [["arm", *head], *rows_of(arms)])
+              for population, arms in record.data["populations"].items()]
+    tuning = record.data["recovery_share"]
+    return [*tables, Table(f"Recovery of a drawn prompt, other seeds (in use: {tuning['in_use']})",
+                           [["share of the prompts", *head], *rows_of(tuning["tried"])], True)]
 
 
 def estimator_bias(record: Record) -> list[Table]:
