@@ -319,6 +319,7 @@ def test_a_new_run_at_version_zero_goes_on_where_the_file_ended():
 
 DAMAGE = {
     "prior": lambda state: state | {"correctness": [1.0, float("nan"), 0.5]},
+    "prior of nothing": lambda state: state | {"correctness": [1.0, 2.0, 0.5]},
     "newer": lambda state: state | {"state_version": 2}, "no version": lambda state: {},
     "a list": lambda state: [state], "row": lambda state: state | {"prompts": {"a": [1, 2]}},
     "text": lambda state: state | {"prompts": {"a": ["x"] * 6}},

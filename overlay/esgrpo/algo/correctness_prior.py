@@ -9,6 +9,8 @@ Pure; standard library only.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 BLANK_VISITS = 16.0  # visits that Beta(1, 1), where it starts, is worth
@@ -43,3 +45,14 @@ class CorrectnessPrior:
         correlation = (square - mean * mean) / (mean * (1.0 - mean))
         total = 1.0 / min(MOST_CORRELATION, max(LEAST_CORRELATION, correlation)) - 1.0
         return max(LEAST_PARAMETER, mean * total), max(LEAST_PARAMETER, (1.0 - mean) * total)
+
+    def to_state(self) -> list[float]:
+        return [self.visits, self.mean, self.square]
+
+    @classmethod
+    def from_state(cls, state: Sequence[float]) -> CorrectnessPrior:
+        """Raises ValueError for sums that no visits have."""
+        prior = cls(*map(float, state))
+        if not 0 <= prior.square <= prior.mean <= prior.visits < math.inf:  # nan fails, too
+            raise ValueError(f"correctness {list(state)}")
+        return prior

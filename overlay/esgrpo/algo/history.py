@@ -9,7 +9,6 @@ prompts seen so far (correctness_prior.py). Pure; standard library only.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -213,7 +212,7 @@ class PromptHistory:
         prompts = {key: [*(round(x, DECIMALS) for x in (e.lengths.weight, e.lengths.mean, e.lengths.squares, e.correct,
                                                          e.wrong)), e.seen] for key, e in list(self._prompts.items())}
         return {"state_version": STATE_VERSION, "clock": self._clock, "lengths": self.lengths.to_state(),
-                "correctness": dataclasses.astuple(self.correctness), "prompts": prompts}
+                "correctness": self.correctness.to_state(), "prompts": prompts}
 
     @classmethod
     def from_state(cls, settings: History, state: dict, routing: Routing | None = None,
@@ -225,10 +224,7 @@ class PromptHistory:
                 raise ValueError(f"state_version {state['state_version']!r}")
             history._clock, history._offset = int(state["clock"]), None
             history.lengths = LengthStatistics.from_state(state["lengths"])
-            first_visits = CorrectnessPrior(*map(float, state.get("correctness", ())))  # older states have none
-            if not all(map(math.isfinite, dataclasses.astuple(first_visits))) or first_visits.visits < 0:
-                raise ValueError(f"correctness {state['correctness']}")
-            history.correctness = first_visits
+            history.correctness = CorrectnessPrior.from_state(state.get("correctness", ()))  # older states have none
             for key, row in state["prompts"].items():
                 weight, mean, squares, correct, wrong = map(float, row[:-1])
                 if not all(map(math.isfinite, (weight, mean, squares, correct, wrong))) or min(weight, squares) < 0:
