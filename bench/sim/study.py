@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -209,7 +210,7 @@ def main(argv=None) -> int:
     options = parser.parse_args(argv)
     runs = Runs([int(seed) for seed in options.seeds.split(",")], SMALL if options.small else {})
     found = {"simulated": True, "device": f"simulated: {Device.load().name}", "tau": "bench/sim/h100.json",
-             "command": " ".join(["python -m bench.sim.study", *(sys.argv[1:] if argv is None else argv)]),
+             "command": shlex.join(["python", "-m", "bench.sim.study", *(sys.argv[1:] if argv is None else argv)]),
              "commit": commit(), "seeds": runs.seeds, "base": dataclasses.asdict(BASE),
              "ranks": {"High": HIGH, "Medium": MEDIUM, "of": "what leaving the module out loses, in verl's updates/s"}}
     for part in options.parts.split(","):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -104,7 +105,7 @@ def main(argv=None) -> int:
     verdict = judge(rows)
     print(json.dumps(verdict))
     if options.out:
-        command = " ".join(["python -m bench.sim.validate", *(sys.argv[1:] if argv is None else argv)])
+        command = shlex.join(["python", "-m", "bench.sim.validate", *(sys.argv[1:] if argv is None else argv)])
         record = {"simulated": True, "command": command, "commit": commit(), "runs": rows, "verdict": verdict,
                   "device": "simulated: " + ", ".join(dict.fromkeys(row["device"] for row in rows))}
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
