@@ -21,7 +21,8 @@ STYLE = {"font.size": 8.5, "axes.titlesize": 9, "axes.labelsize": 8.5, "axes.spi
          "axes.spines.right": False, "axes.edgecolor": "#4b4f58", "axes.linewidth": 0.7, "axes.titlelocation": "left",
          "xtick.color": "#4b4f58", "ytick.color": INK, "text.color": INK, "axes.labelcolor": INK,
          "grid.color": "#e4e6ea", "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False,
-         "legend.fontsize": 8, "figure.constrained_layout.use": True, "svg.hashsalt": "esgrpo", "svg.fonttype": "path"}
+         "legend.fontsize": 8, "figure.constrained_layout.use": True, "svg.hashsalt": "esgrpo", "svg.fonttype": "none",
+         "font.sans-serif": ["DejaVu Sans", "Verdana"]}  # of one width: what holds the one holds the other
 STAMP = "SIMULATED"
 
 
