@@ -46,6 +46,14 @@ def time_to_target(evaluations: list[tuple[float, float]], target: float) -> flo
     return None
 
 
+def time_said(result: Result) -> str:
+    """The time to target in words; a run that ended at its first evaluation above the target did not miss it."""
+    if result.time_to_target is not None:
+        return f"{result.time_to_target:.0f} s"
+    above = any(reward >= result.target for _, reward in result.evaluations[1:])
+    return f"not in {HOLD} evaluations in a row" if above else "not reached"
+
+
 def _evaluations(metrics: list[dict], ready: float) -> list[tuple[float, float]]:
     found = []
     for row in metrics:
@@ -108,8 +116,7 @@ def table(results: list[Result]) -> list[list[str]]:
         row("held-out reward, start", lambda r: f"{r.evaluations[0][1]:.3f}" if r.evaluations else "none"),
         row("held-out reward, last", lambda r: f"{r.evaluations[-1][1]:.3f}" if r.evaluations else "none"),
         row("held-out reward, best", lambda r: f"{max(e[1] for e in r.evaluations):.3f}" if r.evaluations else "none"),
-        row("time to target", lambda r: f"{r.time_to_target:.0f} s (>= {r.target:.3f})" if r.time_to_target is not None
-            else f"not reached (>= {r.target:.3f})"),
+        row("time to target", lambda r: f"{time_said(r)} (>= {r.target:.3f})"),
         row("optimiser steps", lambda r: str(r.steps)),
         row("responses", lambda r: f"{r.responses} ({r.pruned} pruned, {r.partial} partial)"),
         row("bubble rate", lambda r: f"{r.bubble['bubble_rate']:.3f}"),
