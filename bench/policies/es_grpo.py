@@ -54,8 +54,9 @@ class Open:
 class EsGrpo(Policy):
     """As the hooks do it: groups are ordered, submitted whole, and queue in the engines.
 
-    Under async as many are open as verl's rollouter allows. Under sync all that is visible goes at once, longest first,
-    and, with module B, more than an update's (`over` times as many, as verl's num_warmup_batches adds them). An update
+    Under async as many are open as verl's rollouter allows. Under sync all that is visible goes at once, longest first;
+    with module B in the order of the data, as verl's asynchronous trainers begin a group when another one ends, and
+    more than an update's (`over` times as many, as verl's num_warmup_batches adds them). An update
     takes the oldest whole groups; the others decode on. As verl's replay buffer does with max_off_policy_strategy=wait,
     an unfinished group that is `bound` versions old is waited for, never dropped. What is trained is held to the rules
     by the class that holds verl to them (algo.carry_over). What is carried stays in its engine, which takes standalone
@@ -69,6 +70,8 @@ class EsGrpo(Policy):
     holds = False  # requests wait in the queue for a free place, not in an engine
     alternates = False  # sync: longest first and shortest first, step by step
     keeps = True  # with module B
+    orders_carried = False  # longest first also where groups are carried over: nobody waits for the longest there, and
+    #                         the others wait behind them ("es-grpo/ABD+longest")
 
     def __init__(self, limits, rng):
         super().__init__(limits, rng)
@@ -79,7 +82,9 @@ class EsGrpo(Policy):
         self.history = PromptHistory(self.settings.history, routing, budget=limits.cap)
         # a barrier waits for all: nobody starves there, and the hooks sort the whole step
         ageing = routing.ageing if limits.scenario == ASYNC else limits.groups
-        self.queue = PromptQueue(ageing, by_length=ROUTING in self.has and not self.alternates)
+        carries = limits.scenario == SYNC and KEPT in self.has and self.carries
+        self.queue = PromptQueue(ageing, by_length=ROUTING in self.has and not self.alternates
+                                 and (self.orders_carried or not carries))
         self.now = 0.0
         self.share = TailShare(routing.tail_share if ROUTING in self.has else 0.0, lambda: self.now)
         self.coordinator = GroupCoordinator()
@@ -90,7 +95,7 @@ class EsGrpo(Policy):
         self.in_flight = self.tails = self.version = 0
         self.carried: CarryOver | None = None
         self.born: dict[int, int] = {}  # version in which a group that is not trained began
-        if limits.scenario == SYNC and KEPT in self.has and self.carries:
+        if carries:
             self.carried = CarryOver(None if self.bound is None else self.bound + 1, drops=False)
             self.fresh = self.wanted()
 
@@ -316,6 +321,7 @@ CHANGES = {"hold": {"holds": True},
            "tails": {"overrides": {"routing": {"tail_share": 0.25}}},
            "barrier": {"carries": False},
            "alternate": {"alternates": True},
+           "longest": {"orders_carried": True},
            "abort": {"keeps": False},
            "unbounded": {"bound": None},
            **{f"bound-{versions}": {"bound": versions} for versions in range(1, 9)},
