@@ -317,7 +317,7 @@ class Driver:
         sample = flight.sample
         if outcome == "abort":
             self.responses[sample.key] = response
-            self.asleep[sample.key] = when + ABORT_WAIT_S, flight
+            self.asleep[sample.key] = when + ABORT_WAIT_S * self.policy.sleeps, flight
         elif outcome == "finish" and len(response) == sample.tokens:
             self._finished(sample, flight.replica, when)
         else:

@@ -134,6 +134,7 @@ class Policy:
     name = ""
     scenarios: tuple[str, ...] = (SYNC, ASYNC)
     sync = ABORT
+    sleeps = True  # a client whose request a weight sync aborted waits before it resumes, as verl's does
     spare = 0.0  # spare samples per trained one that the workload must have
     carries = False  # under sync a step ends while groups that it began are unfinished
 

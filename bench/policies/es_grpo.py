@@ -56,11 +56,11 @@ class EsGrpo(Policy):
 
     Under async as many are open as verl's rollouter allows. Under sync all that is visible goes at once, longest first;
     with module B in the order of the data, as verl's asynchronous trainers begin a group when another one ends, and
-    more than an update's (`over` times as many, as verl's num_warmup_batches adds them). An update
-    takes the oldest whole groups; the others decode on. As verl's replay buffer does with max_off_policy_strategy=wait,
-    an unfinished group that is `bound` versions old is waited for, never dropped. What is trained is held to the rules
+    more than an update's (`over` times as many, as verl's num_warmup_batches adds them). An update takes the oldest
+    whole groups; the others decode on. As verl's replay buffer does with max_off_policy_strategy=wait, an unfinished
+    group that is `bound` versions old is waited for, never dropped. What is trained is held to the rules
     by the class that holds verl to them (algo.carry_over). What is carried stays in its engine, which takes standalone
-    replicas; under a colocated trainer it is aborted and resumed ("es-grpo/ABD+abort").
+    replicas; under a colocated trainer it is aborted and resumed at once ("es-grpo/ABD+abort").
     """
 
     name = "es-grpo"
@@ -78,6 +78,7 @@ class EsGrpo(Policy):
         self.settings = config.parse({"profile": "elastic", **self.overrides})
         self.has = frozenset(self.modules)
         self.sync = KEEP if KEPT in self.has and self.keeps else ABORT
+        self.sleeps = KEPT not in self.has  # the hook resume-without-sleep
         routing = self.settings.routing
         self.history = PromptHistory(self.settings.history, routing, budget=limits.cap)
         # a barrier waits for all: nobody starves there, and the hooks sort the whole step

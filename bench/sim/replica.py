@@ -221,10 +221,11 @@ class Replica:
         self.preemptions += 1
         self.occupancy.observe(len(self.running), self.waits)
 
-    def pause(self, now: float, seconds: float, keep: bool) -> None:
-        """A weight sync: nothing decodes for `seconds`; unless requests are kept they are prefilled again."""
+    def pause(self, now: float, seconds: float, keep: bool, sleeps: bool = True) -> None:
+        """A weight sync: nothing decodes for `seconds`; unless requests are kept they are prefilled again, after their
+        clients' sleep."""
         self.stall = max(self.stall, now) + seconds
         if not keep and self.running:
-            self.stall += ABORT_WAIT_S
+            self.stall += ABORT_WAIT_S * sleeps
             for run in self.running.values():
                 self._prefill(now, run.sample.prompt_tokens, self.tokens_of(run))

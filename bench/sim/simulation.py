@@ -300,7 +300,7 @@ class Simulation:
             replica.advance(self.now)
             self.windows.append(_window(replica, number))
             replica.occupancy.pause(True)
-            replica.pause(self.now, self.device.weight_sync, keep)
+            replica.pause(self.now, self.device.weight_sync, keep, self.policy.sleeps)
             self._dirty.add(number)
         self._push(self.now + self.device.weight_sync, RESUMED)
         self.last_place.clear()
