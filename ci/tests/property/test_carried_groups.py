@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from bench.policies import ABORT, KEEP, SYNC, Limits, policy
 from bench.policies.es_grpo import EsGrpo, Pruning
-from bench.sim.device import Device
+from bench.sim.device import ABORT_WAIT_S, Device
 from bench.sim.simulation import Course, Simulation
 from bench.workload import generate
 from esgrpo.algo.carry_over import CarryOverError
@@ -95,3 +96,31 @@ def test_a_step_that_waits_for_all_is_on_policy_and_slower():
                             for name in ("ABD+barrier", "AD", "ABD"))
     assert barrier.ledger.stale() == none.ledger.stale() == {"mean": 0.0, "max": 0, "share": 0.0}
     assert whole.ledger.stale()["mean"] > 0 and whole.now < barrier.now
+
+
+def begun(name: str) -> list[int]:
+    """Groups in the order of their first Submit, of a policy that knows every prompt from an earlier epoch."""
+    groups = generate("math", 2 * LIMITS.groups, LIMITS.members, CAP, 1, scale=0.01)
+    chosen = policy(name)(LIMITS, random.Random(0))
+    chosen.remember(groups)
+    chosen.admit(groups[:chosen.demand()])
+    load = types.SimpleNamespace(running=[0] * LIMITS.replicas, waiting=[0] * LIMITS.replicas, free_blocks=[9],
+                                 allowance=10**6)
+    return list(dict.fromkeys(action.sample.group for action in chosen.next(0.0, load)))
+
+
+def test_what_is_carried_over_goes_in_the_order_of_the_data():
+    """As verl's asynchronous trainers send it: where nobody waits for the longest, longest first gains nothing."""
+    plain, longest, barrier = (begun(f"es-grpo/ABD{change}") for change in ("", "+longest", "+barrier"))
+    assert plain == sorted(plain)
+    assert sorted(longest) == plain and longest != plain
+    assert len(barrier) == LIMITS.groups and barrier != sorted(barrier)
+
+
+def test_with_segments_an_aborted_request_resumes_at_once():
+    """As the hook resume-without-sleep makes verl's client do; without them it sleeps."""
+    times = {name: carried(policy(f"es-grpo/{name}"), 1.0, None, LIMITS, 4)[0].update_times[-1]
+             for name in ("ABD+abort", "ABD")}
+    assert not policy("es-grpo/ABD+abort")(LIMITS, random.Random(0)).sleeps
+    assert policy("es-grpo/A")(LIMITS, random.Random(0)).sleeps
+    assert times["ABD+abort"] - times["ABD"] < ABORT_WAIT_S  # three syncs lie between: one sleep would show
