@@ -119,7 +119,7 @@ def test_what_is_carried_over_goes_in_the_order_of_the_data():
 
 def test_with_segments_an_aborted_request_resumes_at_once():
     """As the hook resume-without-sleep makes verl's client do; without them it sleeps."""
-    times = {name: carried(policy(f"es-grpo/{name}"), 1.0, None, LIMITS, 4)[0].update_times[-1]
+    times = {name: carried(policy(f"es-grpo/{name}"), 2.0, None, LIMITS, 4)[0].update_times[-1]
              for name in ("ABD+abort", "ABD")}
     assert not policy("es-grpo/ABD+abort")(LIMITS, random.Random(0)).sleeps
     assert policy("es-grpo/A")(LIMITS, random.Random(0)).sleeps
