@@ -4,14 +4,16 @@
 
 The first call trains the model (33 M parameters, responses to 8,192 tokens with a heavy tail) from random weights on
 demonstrations, a few minutes on one GPU; --model takes one that is there already. `plain` is verl's own fully-async
-GRPO with `--staleness`, `overlay` the whole method; the arms of bench.ablation are known, too. Both have the same GPUs,
-batch, data and budget. A finished run is not run again; --scale small is the testbed as it is, for a look on a CPU.
+GRPO, `overlay` the whole method; the arms of bench.ablation are known, too. Both have the same GPUs, batch, data and
+budget. `plain staleness=4` is plain with another staleness threshold than the scale's, so that a baseline can be tuned.
+A finished run is not run again; --scale small is the testbed as it is, for a look on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from bench.testbed import make_data
 from bench.testbed.task import SCALES, TASKS
 
 NAMES = {"plain": "off", "overlay": "all"}  # for arms of bench.ablation
+OWN_STALENESS = " staleness="  # between an arm and its own value
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Setting:
     """Of a scale. Segments in tokens, `validation` and `concurrent` in prompts, `test_every` in weight versions.
 
     micro_batch: rows of the trainer's forward pass, padded to the longest of them. workers: processes of the agent
-    loop, and of the reward loop. staleness: verl's own, for all arms.
+    loop, and of the reward loop. staleness: verl's own, for all arms that do not name theirs.
     """
 
     segment: int
@@ -51,12 +54,18 @@ SETTINGS = {"small": Setting(ablation.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 16, 1
             "large": Setting(1024, 128, 15, 32, 256, 8192, 4, 8, 1e-4, 2.0)}
 
 
+def own_staleness(arm: str) -> tuple[str, str]:
+    """(arm of bench.ablation, the staleness that `arm` names or an empty string)."""
+    name, _, value = arm.partition(OWN_STALENESS)
+    return NAMES.get(name, name), value
+
+
 def overrides(options, seed: int, data: Path, run_dir: Path, arm: str) -> list[str]:
     """verl's command line of one run; of a key that comes twice the last one counts."""
-    setting = SETTINGS[options.scale]
+    setting, (arm, staleness) = SETTINGS[options.scale], own_staleness(arm)
     common = common_overrides(
         data, seed, model=options.model, test_every=setting.test_every,
-        staleness=setting.staleness if options.staleness is None else options.staleness,
+        staleness=float(staleness) if staleness else setting.staleness,
         response_length=SCALES[options.scale].max_response_tokens, concurrent=setting.concurrent,
         max_num_seqs=setting.sequences, learning_rate=setting.learning_rate)
     return [*(o.replace("RUN_DIR", str(run_dir)) for o in common),
@@ -64,7 +73,7 @@ def overrides(options, seed: int, data: Path, run_dir: Path, arm: str) -> list[s
             f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={setting.micro_batch}",
             f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={setting.micro_batch}",
             f"actor_rollout_ref.rollout.agent.num_workers={setting.workers}", f"reward.num_workers={setting.workers}",
-            *ablation.arms(setting.segment)[NAMES.get(arm, arm)]]
+            *ablation.arms(setting.segment)[arm]]
 
 
 def prepare(options, seeds: list[int]) -> dict[int, Path]:
@@ -90,13 +99,13 @@ def prepare(options, seeds: list[int]) -> dict[int, Path]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.train", description=__doc__.partition("\n")[0])
-    parser.add_argument("--arms", default="plain,overlay", help="also: " + ", ".join(ablation.ARMS))
+    parser.add_argument("--arms", default="plain,overlay",
+                        help=f"also: {', '.join(ablation.ARMS)}; each also with '{OWN_STALENESS}NUMBER' behind it")
     parser.add_argument("--seeds", default="1,2")
     parser.add_argument("--budget", type=float, default=240.0, help="wall seconds per run after start-up")
     parser.add_argument("--scale", choices=SCALES, default="large")
     parser.add_argument("--task", choices=TASKS, default="search")
     parser.add_argument("--prompts", type=int, default=256, help="of the training set; they come back")
-    parser.add_argument("--staleness", type=float, help="verl's own, instead of the scale's; tune it for plain first")
     parser.add_argument("--model", type=Path, help="default: the testbed's (small); OUT/model-large, made if need be")
     parser.add_argument("--sft-steps", type=int, help="of the model's training, instead of the scale's")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "train")
@@ -106,9 +115,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.model = (options.model or (TESTBED / "model" if options.scale == "small" else
                                        options.out / "model-large")).resolve()
     options.cores, options.jobs, options.replicas = os.cpu_count(), 1, 1  # what bench.ablation also records
-    unknown = [arm for arm in options.arms.split(",") if NAMES.get(arm, arm) not in ablation.ARMS]
-    if unknown:
-        parser.error(f"unknown arm {unknown[0]!r}; known: {', '.join([*NAMES, *ablation.ARMS])}")
+    for arm in options.arms.split(","):
+        name, staleness = own_staleness(arm)
+        if name not in ablation.ARMS:
+            parser.error(f"unknown arm {arm!r}; known: {', '.join([*NAMES, *ablation.ARMS])}")
+        if OWN_STALENESS in arm and not re.fullmatch(r"\d+(\.\d+)?", staleness):
+            parser.error(f"arm {arm!r}: staleness is a number from 0 on, as in 'plain{OWN_STALENESS}4'")
     return options
 
 
@@ -122,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         data = prepare(options, seeds)
         for number, seed in enumerate(seeds):
             for name in names[number % len(names):] + names[:number % len(names)]:
-                run_dir = options.out / f"{options.scale}-{options.task}-{seed}-{name.replace(' ', '-')}"
+                run_dir = options.out / f"{options.scale}-{options.task}-{seed}-{re.sub('[ =]', '-', name)}"
                 try:
                     found[name][seed], curves[name][seed] = ablation.run_one(
                         f"{name} seed {seed}", overrides(options, seed, data[seed], run_dir, name), run_dir,
@@ -134,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         say("interrupted; every process of the run has been ended; the same command goes on from here")
         return 130
     arms = ablation.arms(SETTINGS[options.scale].segment)
-    return ablation.report(found, curves, failed, options, {name: arms[NAMES.get(name, name)] for name in names})
+    return ablation.report(found, curves, failed, options, {name: arms[own_staleness(name)[0]] for name in names})
 
 
 if __name__ == "__main__":

@@ -24,21 +24,31 @@ def test_arms_differ_in_nothing_but_the_overlay(tmp_path):
 
 
 def test_large_scale_reaches_verl(tmp_path):
-    large, small = told(("--staleness", "1.5"), "overlay", tmp_path), told(("--scale", "small"), "overlay", tmp_path)
+    large, small = told((), "overlay", tmp_path), told(("--scale", "small"), "overlay", tmp_path)
     rollout = "actor_rollout_ref.rollout"
     assert large["data.max_response_length"] == "8192" and small["data.max_response_length"] == "512"
     assert int(large[f"{rollout}.max_model_len"]) == 8192 + int(large["data.max_prompt_length"])
     assert large[f"{rollout}.max_num_batched_tokens"] == "8192" and large[f"{rollout}.max_num_seqs"] == "256"
     assert large[f"{rollout}.segment.segment_length"] == "1024" and small[f"{rollout}.segment.segment_length"] == "64"
-    assert large["async_training.staleness_threshold"] == "1.5"
     assert large["actor_rollout_ref.model.path"] == str(tmp_path / "model-large")
     assert small["actor_rollout_ref.model.path"].endswith("bench/testbed/model")
 
 
-def test_unknown_arm(capsys):
+@pytest.mark.parametrize("arm", ["plain", "overlay"])
+def test_an_arm_with_its_own_staleness_differs_in_nothing_else(tmp_path, arm):
+    usual, own = told((), arm, tmp_path), told((), f"{arm} staleness=1.5", tmp_path)
+    key = "async_training.staleness_threshold"
+    assert usual.pop(key) == "2.0" and own.pop(key) == "1.5" and usual == own
+
+
+@pytest.mark.parametrize(("arm", "said"), [
+    ("magic", "unknown arm 'magic'"), ("magic staleness=1", "unknown arm 'magic staleness=1'"),
+    ("plain staleness=", "staleness is a number"), ("plain staleness=-1", "staleness is a number"),
+    ("plain staleness=1e", "staleness is a number")])
+def test_unknown_arm(capsys, arm, said):
     with pytest.raises(SystemExit):
-        train.parse(["--arms", "plain,magic"])
-    assert "unknown arm 'magic'" in capsys.readouterr().err
+        train.parse(["--arms", f"plain,{arm}"])
+    assert said in capsys.readouterr().err
 
 
 def test_data_is_whole_or_not_there(tmp_path, monkeypatch):
