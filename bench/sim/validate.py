@@ -1,9 +1,10 @@
-"""python -m bench.sim.validate RUNS... [--tau FILE] [--out FILE]: does the simulator predict what real engines took?
+"""python -m bench.sim.validate RUNS... [--tau FILE ...] [--out FILE]: does the simulator predict real engines' times?
 
 RUNS is what bench.engine wrote: JSON lines, or one JSON object with `tau` and `runs`. Each run is simulated with the
 same policy, workload and limits on the measured device, which was measured with fixed batches and never saw these
 workloads: with the median of the `tau` records of the file, which are taken where engines start. (One of them alone
-says less: engines that start beside it disturb it.) --tau, what bench.engine.tau wrote, serves a file that has none.
+says less: engines that start beside it disturb it.) These have one context length. What a longer one costs is known
+from --tau, what bench.engine.tau wrote about the same device; the first of these serves a file that has no record.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from bench.sim.device import Device, read_tau
+from bench.sim.device import LEAST_MS, Device, read_tau
 from bench.sim.experiment import Setting, run
 from bench.startup import commit
 from bench.workload import PRESETS, replay
@@ -55,6 +56,16 @@ def median_of(taus: list[dict]) -> dict | None:
     return found
 
 
+def with_context(tau: dict, device: dict | None) -> dict:
+    """`tau`, taken at one context length, with what `device` measured at several: ns a step and token in the KV cache."""
+    points = tau.get("points", [])
+    if tau.get("ns_per_kv_token") or not points or device is None or not device.get("ns_per_kv_token"):
+        return tau
+    slope, tokens = device["ns_per_kv_token"], statistics.median(row["kv_tokens"] for row in points)
+    return {**tau, "ns_per_kv_token": slope, "ms_per_step": {
+        batch: max(LEAST_MS, ms - slope * 1e-6 * int(batch) * tokens) for batch, ms in tau["ms_per_step"].items()}}
+
+
 def predict(measured: dict, tau: dict) -> dict:
     """One run beside its simulation. Seconds."""
     generated = measured["workload"] in PRESETS
@@ -88,15 +99,16 @@ def judge(rows: list[dict]) -> dict:
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--tau", type=Path)
+    parser.add_argument("--tau", type=Path, nargs="+", default=[])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    given = read_tau(json.loads(options.tau.read_text(encoding="utf-8"))) if options.tau else None
+    given = [read_tau(json.loads(path.read_text(encoding="utf-8"))) for path in options.tau]
     rows = []
     for path in options.runs:
         own, runs = load(path)
-        if not (tau := own or given):
+        if not (tau := own or next(iter(given), None)):
             parser.error(f"{path} has no record of kind tau; name one with --tau")
+        tau = with_context(tau, next((one for one in given if one["device"] == tau["device"]), None))
         rows += [{**predict(row, tau), "device": tau["device"], "file": path.name} for row in runs]
     print(f"{'scenario':8} {'policy':14} {'workload':10} {'cap':>6} {'measured':>10} {'SIMULATED':>11} {'error':>7}")
     for row in rows:

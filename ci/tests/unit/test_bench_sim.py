@@ -146,3 +146,19 @@ def test_a_device_measured_several_times_is_their_median():
     taus = [{"device": "x", "ms_per_step": {"1": ms, "2": 9.0}, "prefill_tokens_per_s": ms} for ms in (1.0, 5.0, 2.0)]
     assert validate.median_of(taus)["ms_per_step"] == {"1": 2.0, "2": 9.0}
     assert validate.median_of(taus)["prefill_tokens_per_s"] == 2.0 and validate.median_of([]) is None
+
+
+def test_a_device_measured_at_one_context_takes_the_price_of_a_longer_one_from_elsewhere():
+    own = {"device": "x", "ms_per_step": {"1": 2.0, "64": 5.0}, "ns_per_kv_token": 0.0,
+           "points": [{"batch": 1, "kv_tokens": 1000}, {"batch": 64, "kv_tokens": 1000}]}
+    at_length = {"device": "x", "ms_per_step": {"1": 9.0}, "ns_per_kv_token": 10.0}
+
+    def step_ms(tau, batch, tokens):
+        return tau["ms_per_step"][str(batch)] + 1e-6 * tau["ns_per_kv_token"] * batch * tokens
+
+    found = validate.with_context(own, at_length)
+    assert [step_ms(found, batch, 1000) for batch in (1, 64)] == pytest.approx([2.0, 5.0])  # where it was measured
+    assert step_ms(found, 64, 3000) == pytest.approx(5.0 + 10e-6 * 64 * 2000)
+    assert validate.with_context(own, None) is own
+    measured = {**own, "ns_per_kv_token": 3.0}
+    assert validate.with_context(measured, at_length) is measured  # it knows better
