@@ -49,7 +49,7 @@ class Setting:
 
 
 # large: with 0.5 twelve groups are in flight at most, and a version waits for the longest of them; with 2.0 it is
-# 24, of which 48 requests ran on average (H200, one agent-loop worker then; 8 is verl's default)
+# 24, plain verl's best of 1, 2 and 4 on H200s (bench/results/train_h200_staleness.json). 8 workers are verl's default
 SETTINGS = {"small": Setting(ablation.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 16, 1, 3e-4, 0.5),
             "large": Setting(1024, 128, 15, 32, 256, 8192, 4, 8, 1e-4, 2.0)}
 

@@ -57,7 +57,7 @@ def median_of(taus: list[dict]) -> dict | None:
 
 
 def with_context(tau: dict, device: dict | None) -> dict:
-    """`tau`, taken at one context length, with what `device` measured at several: ns a step and token in the KV cache."""
+    """`tau`, taken at one context length, with what `device` says of others: ns a step and token in the KV cache."""
     points = tau.get("points", [])
     if tau.get("ns_per_kv_token") or not points or device is None or not device.get("ns_per_kv_token"):
         return tau
