@@ -172,7 +172,8 @@ def compare(fleet: Fleet, options, facts: dict, began: float) -> list[dict]:
         todo.pop(0)
     if todo:
         common.say(f"out of time, left out: {todo}")
-        common.append(options.results, {"kind": "left_out", "runs": todo, "why": "out of time"})
+        common.append(options.results, {"kind": "left_out", "runs": todo, "why": "out of time",
+                                        **{key: getattr(options, key) for key in ("groups", "members", "cap", "seed")}})
     return records
 
 

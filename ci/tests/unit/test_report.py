@@ -218,10 +218,13 @@ def test_study_ranks_modules_and_says_where_there_is_no_gain(tmp_path):
 
 
 def test_runs_left_out_are_said(tmp_path):
-    engine_record(tmp_path, [RUN, {"kind": "left_out", "runs": [[1, "async", "seer"]], "why": "out of time"},
+    left = {"kind": "left_out", "why": "out of time",
+            "runs": [[0, "math", "async", "verl"], [1, "math", "async", "seer"]]}
+    engine_record(tmp_path, [RUN, left, {**left, "groups": 8, "members": 4, "cap": 512, "seed": 2},
                              {"kind": "summary", "against_verl": {}}])
     record, = load.records(tmp_path)
-    assert record.notes == ("Left out, out of time: [[1, 'async', 'seer']]",)
+    said = "Left out, out of time: math async verl, math async seer #1"
+    assert record.notes == (said, f"{said} (8 groups x 4, cap 512, seed 2)")
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):

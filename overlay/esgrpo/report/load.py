@@ -163,6 +163,14 @@ def _with_runs(data: dict) -> dict:
     return {**data, "runs": [{"policy": name, **data["setting"], **found} for name, found in data["policies"].items()]}
 
 
+def _left_out(line: dict) -> str:
+    """Runs are [repeat, ..., policy]; the sizes are in no record from before they were kept."""
+    sizes = [f"{line['groups']} groups x {line['members']}"] if "groups" in line else []
+    sizes += [f"{key} {line[key]}" for key in ("cap", "seed") if key in line]
+    names = ", ".join(" ".join([*names, *([f"#{repeat}"] if repeat else [])]) for repeat, *names in line["runs"])
+    return f"Left out, {line.get('why', 'no reason given')}: {names}" + (f" ({', '.join(sizes)})" if sizes else "")
+
+
 def _joined(lines: list[dict]) -> list[dict]:
     """Appended lines of the engine benchmark: all runs as one record. A tau(b) that was measured where its engines
     started is counted, not shown: the simulator's validation uses it."""
@@ -171,8 +179,7 @@ def _joined(lines: list[dict]) -> list[dict]:
         return [line for line in lines if line.get("kind") not in ("summary", "left_out")]
     facts = {key: "; ".join(dict.fromkeys(str(line[key]) for line in runs_ if line.get(key)))
              for key in ("command", "commit", "device")}
-    left = [f"Left out, {line.get('why', 'no reason given')}: {line['runs']}" for line in lines
-            if line.get("kind") == "left_out"]  # a summary line repeats what the runs say
+    left = [_left_out(line) for line in lines if line.get("kind") == "left_out"]  # a summary repeats what runs say
     hosts = dict.fromkeys(f"Beside it on the host: {line['host']}." for line in runs_ if line.get("host"))
     taus = sum(line.get("kind") == "tau" for line in lines)
     starts = [f"tau(b) was measured at {taus} of the starts, too: the file holds it."] if taus else []

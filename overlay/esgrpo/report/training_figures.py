@@ -13,6 +13,7 @@ from esgrpo.report.tables import baseline_of, ratios
 
 PANELS = 3  # in a row
 BAND = 0.15  # opacity of the range over seeds
+MEDIAN_FROM = 3  # seeds; fewer are drawn one by one
 RATIO_KEYS = ("effective tokens/s", "time to target, s", "samples to target")
 
 
@@ -65,8 +66,8 @@ def robustness(record: Record) -> list[Figure]:
 def _ratios(record: Record) -> Figure | None:
     measures = {arm: seeds for arm, seeds in record.data["measures"].items() if seeds}
     base = baseline_of(measures)
-    keys = [key for key in RATIO_KEYS if any(key in n for seeds in measures.values() for n in seeds.values())]
-    if not base or len(measures) < 2 or not keys:
+    keys = [key for key in RATIO_KEYS if any(ratios(measures, arm, key) for arm in measures if arm != base)]
+    if not base or not keys:
         return None
     names = list(measures)
     height = plots.HEAD_IN + plots.ROW_IN * len(names)
@@ -88,11 +89,13 @@ def _held(series: list[list[list[float]]]) -> tuple[list[float], list[list[float
 
 def _reward_line(axis, arm: str, seeds: list[dict], colour: str) -> None:
     series = [one["evaluations"] for one in seeds if one["evaluations"]]
-    if len(series) == 1:
-        axis.plot(*zip(*series[0], strict=True), marker="o", ms=2.5, lw=1.3, color=colour, label=arm)
-        if seeds[0]["target"] is not None:
+    if len(series) < MEDIAN_FROM:
+        for number, points in enumerate(series):
+            axis.plot(*zip(*points, strict=True), marker="o", ms=2.5, lw=1.3, color=colour,
+                      label="_" * bool(number) + arm)  # a leading underscore: not in the legend
+        if len(series) == 1 and seeds[0]["target"] is not None:
             axis.axhline(seeds[0]["target"], color=colour, lw=0.8, ls=":")
-    elif series:
+    else:
         times, values = _held(series)
         axis.step(times, [statistics.median(v) for v in values], where="post", lw=1.5, color=colour, label=arm)
         axis.fill_between(times, [min(v) for v in values], [max(v) for v in values], step="post", color=colour,
@@ -138,9 +141,14 @@ def _against_baseline(arms: dict[str, list[dict]], draw, x: str, y: str, **axes_
 
 def _reward(arms, kind: str) -> Figure:
     several = max(map(len, arms.values())) > 1
-    meaning = ("Mean score of the responses that were trained, in bins of 10 s." if kind == "run" else
-               "Held-out reward: median over seeds, band from the lowest to the highest seed; an evaluation holds "
-               "until the next one." if several else "Held-out reward; dotted: the target of the arm.")
+    if kind == "run":
+        meaning = "Mean score of the responses that were trained, in bins of 10 s."
+    elif several:
+        meaning = ("Held-out reward: median over three seeds or more, band from the lowest to the highest seed, an "
+                   "evaluation holds until the next one; fewer seeds are lines of their own, dotted: target of a single "
+                   "one.")
+    else:
+        meaning = "Held-out reward; dotted: the target of the arm."
     return Figure("Reward over wall time",
                   meaning + ("" if several else " One run each: differences of this size can be the seed."),
                   _against_baseline(arms, _reward_line, "seconds since ready", "mean reward"))
