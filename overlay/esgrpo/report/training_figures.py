@@ -145,8 +145,8 @@ def _reward(arms, kind: str) -> Figure:
         meaning = "Mean score of the responses that were trained, in bins of 10 s."
     elif several:
         meaning = ("Held-out reward: median over three seeds or more, band from the lowest to the highest seed, an "
-                   "evaluation holds until the next one; fewer seeds are lines of their own, dotted: target of a single "
-                   "one.")
+                   "evaluation holds until the next one; fewer seeds are lines of their own, dotted: a single one's "
+                   "target.")
     else:
         meaning = "Held-out reward; dotted: the target of the arm."
     return Figure("Reward over wall time",
