@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -82,8 +82,9 @@ def generate(preset: str, groups: int, members: int, cap: int, seed: int, *, pro
 
 
 def stream(preset: str, prompts: int, members: int, cap: int, seed: int, *, spare: int = 0, scale: float = 1.0,
-           tail: float = 1.0) -> Iterator[Group]:
-    """Visits without end, epoch after epoch over all prompts, each in another order.
+           tail: float = 1.0, first: int = 0, choose: Callable[[], int] | None = None) -> Iterator[Group]:
+    """Visits without end, numbered from `first` on: epoch after epoch over all prompts, each in another order, or of
+    the prompts that `choose` names, which is asked when a visit is asked for.
 
     `scale` multiplies lengths (not the cap): a small one makes a test, 4 to 8 a thinking model. `tail` multiplies the
     spread. Raises KeyError for an unknown preset.
@@ -93,10 +94,10 @@ def stream(preset: str, prompts: int, members: int, cap: int, seed: int, *, spar
     base = math.log(shape.median * scale)
     spiked = NormalDist().inv_cdf(1 - SPIKED_PROMPTS)
     order = list(range(prompts))
-    for index in itertools.count():
+    for index in itertools.count(first):
         if index % prompts == 0:
             random.Random(f"{seed} epoch {index // prompts}").shuffle(order)
-        prompt = order[index % prompts]
+        prompt = order[index % prompts] if choose is None else choose()
         own = random.Random(f"{seed} prompt {prompt}")
         rank, hard = own.gauss(0, 1), own.gauss(0, 1)
         rng = random.Random(f"{seed} visit {index}")

@@ -61,9 +61,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.workloads = options.workload.split(",")
     for name in options.policies:
         try:
-            policy(name)
+            kind = policy(name)
         except KeyError as error:
             parser.error(error.args[0])
+        if kind.chooses:
+            parser.error(f"{name} chooses its prompts and would decode other work than the others; python -m bench.sim "
+                         "plays it")
     return options
 
 

@@ -12,6 +12,7 @@ driver calls, in this order:
     finished(...)      a response is whole
     aborted(...)       an Abort or Prune was carried out; `tokens` is what the response had then
     weights_changed(now)
+    choose(prompts)    only if the policy `chooses`: the prompt of the next group that `admit` will bring
 
 Scenarios. sync: a policy ends a step by EndStep(groups) with `limits.groups` whole groups; weights change then, and
 what is still running goes on afterwards (its KV cache is that of old weights: see `sync`). async: the driver takes the
@@ -137,6 +138,7 @@ class Policy:
     sleeps = True  # a client whose request a weight sync aborted waits before it resumes, as verl's does
     spare = 0.0  # spare samples per trained one that the workload must have
     carries = False  # under sync a step ends while groups that it began are unfinished
+    chooses = False  # takes other prompts than the data's order has, and therefore does other work than the others
 
     def __init__(self, limits: Limits, rng: random.Random):
         self.limits, self.rng = limits, rng

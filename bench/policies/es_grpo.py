@@ -3,7 +3,8 @@
 Modules, each can be left out: A routing (longest forecast first, and perhaps replicas kept for the tail), B keep
 (requests survive a weight sync with their KV cache; under sync, too, so that groups can be carried over), C pruning
 (the resolved rule under its audit), D elastic segments (a group that is all but finished is told to look soon; its rest
-joins the tail class and may move to a tail replica at that boundary).
+joins the tail class and may move to a tail replica at that boundary), S the prompt sampler (prompts by the gradient
+that they promise). S takes other prompts than all other policies, so that what is compared by its speed is without it.
 
 Soft boundaries that decide nothing are not events here: they cost the engine nothing (bench.scheduler_cost). One audit
 for all groups, as with one agent-loop worker. The rules for loops are not simulated: no tokens, no loops.
@@ -24,11 +25,12 @@ from esgrpo.algo.carry_over import CarryOver, Waiting
 from esgrpo.algo.group_pruning import Finished, GroupPruner
 from esgrpo.algo.grouping import FINISHED, PRUNED, RUNNING, GroupCoordinator
 from esgrpo.algo.history import PromptHistory
+from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing import BODY, TAIL, PromptQueue, TailShare
 from esgrpo.algo.routing_order import alternate
 from esgrpo.algo.segments import next_multiple
 
-ROUTING, KEPT, PRUNING, ELASTIC = "ABCD"
+ROUTING, KEPT, PRUNING, ELASTIC, SAMPLER = ALL_MODULES = "ABCDS"
 
 
 @dataclass
@@ -90,6 +92,7 @@ class EsGrpo(Policy):
         self.share = TailShare(routing.tail_share if ROUTING in self.has else 0.0, lambda: self.now)
         self.coordinator = GroupCoordinator()
         self.pruner = self.new_pruner() if PRUNING in self.has else None
+        self.sampler: PromptSampler | None = None
         self.open: dict[int, Open] = {}
         self.news: dict[int, None] = {}  # groups in which a member ended since the last `next`
         self.moving: list[tuple[Member, int]] = []  # handed back, with their tokens
@@ -114,6 +117,12 @@ class EsGrpo(Policy):
 
     def learn(self, prompt: int, endings: list[tuple[int, bool | None, bool]]) -> None:
         self.history.observe(str(prompt), *map(list, zip(*endings, strict=True)), version=self.version)
+
+    def choose(self, prompts: int) -> int:
+        if self.sampler is None:
+            self.sampler = PromptSampler(self.settings.sampler, self.history, random.Random(self.rng.random()), prompts,
+                                         str, self.limits.members)
+        return self.sampler.take(self.version)
 
     def demand(self) -> int:
         if self.limits.scenario == SYNC:
@@ -336,12 +345,13 @@ def variant(name: str) -> type[EsGrpo]:
     """ES-GRPO with some modules, and perhaps changes: "AB" or "ABD+no-tail+bound-1". Raises KeyError for what is
     unknown."""
     modules, *changes = name.split("+")
-    if set(modules) - set(Pruning.modules) or set(changes) - set(CHANGES):
-        raise KeyError(f"{name}: wanted modules of {Pruning.modules} and changes of {', '.join(CHANGES)}")
+    if set(modules) - set(ALL_MODULES) or set(changes) - set(CHANGES):
+        raise KeyError(f"{name}: wanted modules of {ALL_MODULES} and changes of {', '.join(CHANGES)}")
     changed: dict = {}
     for change in changes:
         changed.update(CHANGES[change])
     return type("Variant", (EsGrpo,), {"name": f"{EsGrpo.name}/{name}", "modules": modules, **changed,
+                                       "chooses": SAMPLER in modules,
                                        "carries": KEPT in modules and changed.get("carries", True)})
 
 

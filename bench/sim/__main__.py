@@ -47,14 +47,18 @@ def table(results: dict[str, dict]) -> str:
 
 
 def main(argv=None) -> int:
-    options = parser().parse_args(argv)
+    reader = parser()
+    options = reader.parse_args(argv)
     gc.disable()  # millions of live objects and no cycles: a collection would walk all of them for nothing
     setting = Setting(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Setting)})
     device = Device.load(options.tau, kv_tokens=options.kv_tokens)
     results = {}
     for name in options.policy.split(","):
         trace = iter(replay(options.replay, setting.members, setting.cap)) if options.replay else None
-        results[name] = run(setting, name, device, trace)
+        try:
+            results[name] = run(setting, name, device, trace)
+        except (KeyError, ValueError) as error:  # of the policy's name, or what it is not made for
+            reader.error(str(error.args[0]))
     if options.json:
         origin = "default: bench/sim/h100.json" if options.tau == str(DEFAULT) else options.tau
         print(json.dumps({**describe(setting, device, origin), "policies": results}, indent=1, sort_keys=True))

@@ -42,22 +42,30 @@ class Setting:
         return Limits(self.replicas, self.sequences, device.capacity(self.sequences), self.cap, self.members,
                       self.groups, self.scenario, device.kv_tokens)
 
-    def groups_of(self, spare: int) -> Iterator[Group]:
-        return workload.stream(self.workload, self.prompts or self.groups * self.updates, self.members, self.cap,
-                               self.seed, spare=spare, scale=self.scale, tail=self.tail)
+    @property
+    def all_prompts(self) -> int:
+        return self.prompts or self.groups * self.updates
+
+    def groups_of(self, spare: int, **chosen) -> Iterator[Group]:
+        return workload.stream(self.workload, self.all_prompts, self.members, self.cap, self.seed, spare=spare,
+                               scale=self.scale, tail=self.tail, **chosen)
 
 
 def run(setting: Setting, policy: str, device: Device, groups: Iterator[Group] | None = None) -> dict:
     """Simulate; `groups` replaces the generated workload (a replay). Raises KeyError for an unknown policy, ValueError
-    for one that does not know the scenario."""
+    for one that does not know the scenario, or that chooses prompts where there are only recorded ones."""
     cls = policies.policy(policy)
     if setting.scenario not in cls.scenarios:
         raise ValueError(f"{policy} has no {setting.scenario} scenario, only {', '.join(cls.scenarios)}")
     chosen = cls(setting.limits(device), random.Random(f"policy {setting.seed}"))
     if groups is None:
-        groups = setting.groups_of(math.ceil(cls.spare * setting.members))
-        prompts = setting.prompts or setting.groups * setting.updates
+        prompts, spare = setting.all_prompts, math.ceil(cls.spare * setting.members)
+        groups = setting.groups_of(spare)
         chosen.remember(list(itertools.islice(groups, prompts * setting.warm)))
+        if cls.chooses:
+            groups = setting.groups_of(spare, first=prompts * setting.warm, choose=lambda: chosen.choose(prompts))
+    elif cls.chooses:
+        raise ValueError(f"{policy} chooses prompts, a recorded trace has its own")
     if setting.scenario == ASYNC:  # the same work for everybody, to its end: longest first would leave the short ones
         groups = itertools.islice(groups, setting.updates * setting.groups)
     simulation = Simulation(chosen, setting.limits(device), device,

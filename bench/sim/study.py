@@ -4,7 +4,11 @@ Which module brings how much, how gains move with load, cap, tail, KV memory, re
 none. Every number is simulated. Ratios are against verl at the same setting and seed: `updates` is updates per second,
 `used` is used tokens per second, which does not reward a policy for taking the short responses first; for policies that
 decode the same responses the two agree; `trained` counts of these the tokens with a gradient. `gradient` is groups with
-a gradient per second: what pruning must not lose. `staleness`: weight versions since a trained group began.
+a gradient per second, by which modules are ranked: pruning must not lose them, the prompt sampler is there for them.
+`staleness`: weight versions since a trained group began.
+
+Only module S decodes other prompts than verl. Here prompts do not change while they are trained, and what it costs to
+train one again soon is not modelled: bench.prompt_sampling lets them drift.
 """
 
 from __future__ import annotations
@@ -24,10 +28,11 @@ from bench.sim.experiment import Setting, run
 
 BASE = Setting(replicas=4, groups=64, updates=6)
 SMALL = {"replicas": 2, "groups": 4, "members": 4, "cap": 128, "scale": 0.02, "updates": 2, "sequences": 8}
-BASELINE, WHOLE, PLAIN = "verl", "es-grpo/ABCD", "es-grpo/"
-MODULES = {"A": "routing", "B": "carry-over and kept requests", "C": "audited pruning", "D": "elastic segments"}
+BASELINE, WHOLE, PRUNED, PLAIN = "verl", "es-grpo/ABCDS", "es-grpo/ABCD", "es-grpo/"
+MODULES = {"A": "routing", "B": "carry-over and kept requests", "C": "audited pruning", "S": "prompt sampler",
+           "D": "elastic segments"}
 CHANGES = ("es-grpo/ABD", "es-grpo/ABD+tails", "es-grpo/ABD+few-tails", "es-grpo/ABD+hold")
-HIGH, MEDIUM = 0.10, 0.03  # a module that brings as much of verl's updates per second ranks High, or Medium
+HIGH, MEDIUM = 0.10, 0.03  # a module that brings as much of verl's groups with gradient per second ranks so
 NO_HELP = 1.01  # below this ratio a setting is listed as one where ES-GRPO does not help
 STEADY = 24  # updates after which the end of a run hardly counts
 BARRIER = ("verl", "static", "april/1.5", "april", "april/3", "rollpacker", "es-grpo", *(
@@ -108,10 +113,10 @@ def modules(runs: Runs) -> dict:
         whole = runs.arm(WHOLE, **changes)
         rows = {"whole": whole, "none": runs.arm(PLAIN, **changes)}
         for module in MODULES:
-            without = runs.arm("es-grpo/" + "ABCD".replace(module, ""), **changes)
-            brings = round(whole["updates"]["mean"] - without["updates"]["mean"], 4)
-            rows[module] = {"name": MODULES[module], "without": without, "brings": brings, "rank": rank(brings),
-                            "alone": runs.arm("es-grpo/" + module, **changes)}
+            without = runs.arm(WHOLE.replace(module, ""), **changes)
+            brings, faster = (round(whole[what]["mean"] - without[what]["mean"], 4) for what in ("gradient", "updates"))
+            rows[module] = {"name": MODULES[module], "without": without, "brings": brings, "brings_updates": faster,
+                            "rank": rank(brings), "alone": runs.arm(PLAIN + module, **changes)}
         rows["changes"] = [runs.arm(name, **changes) for name in CHANGES]
         found[place] = rows
     return found
@@ -141,10 +146,10 @@ def carried(runs: Runs) -> dict:
 def steady(runs: Runs) -> dict:
     """Async in a long run. A run ends when all its groups are trained, and longest first shortens that end, which a
     training of many updates hardly has: what is left here is what a stream gains."""
-    arms = ("es-grpo/A", "es-grpo/B", "es-grpo", WHOLE, *CHANGES[1:], "seer", "oracle")
+    arms = ("es-grpo/A", "es-grpo/B", "es-grpo", PRUNED, WHOLE, *CHANGES[1:], "seer", "oracle")
     return {f"async, {STEADY} updates": [runs.arm(name, scenario=ASYNC, updates=STEADY) for name in arms],
             "the same, three epochs remembered": [runs.arm(name, scenario=ASYNC, updates=STEADY, warm=3)
-                                                  for name in ("es-grpo", WHOLE, WHOLE + "+loose")]}
+                                                  for name in ("es-grpo", PRUNED, PRUNED + "+loose")]}
 
 
 def sweeps(runs: Runs) -> dict:
@@ -169,13 +174,13 @@ def no_help(found: dict) -> list[dict]:
 
 def table(found: dict) -> str:
     """What the study says, for a terminal."""
-    lines = ["SIMULATED. Ratios to verl: updates/s (low to high over seeds) | used tokens/s, versions"]
+    lines = ["SIMULATED. Ratios to verl: updates/s (low to high over seeds) | used tokens/s, groups with gradient/s"]
     for place, rows in found.get("modules", {}).items():
         lines.append(f"\n{place}: {line(rows['whole'])}")
         for module, name in MODULES.items():
             row = rows[module]
-            lines.append(f"  {row['rank']:6} {module} {name:28} brings {row['brings']:+.3f}, alone "
-                         f"{row['alone']['updates']['mean']:.3f}")
+            lines.append(f"  {row['rank']:6} {module} {name:28} brings {row['brings']:+.3f} groups with gradient/s, "
+                         f"{row['brings_updates']:+.3f} updates/s, alone {row['alone']['gradient']['mean']:.3f}")
         lines += ["  " + line(row) for row in rows["changes"]]
     for part in ("policies", "sync", "steady", "sweeps"):
         for title, rows in found.get(part, {}).items():
@@ -188,8 +193,8 @@ def line(row: dict) -> str:
     ratio, stale = row["updates"], row["staleness"]
     setting = {key: value for key, value in row["setting"].items() if key != "updates"}
     return (f"{row['policy']:22} {ratio['mean']:6.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}) | "
-            f"{row['used']['mean']:.3f}  stale {stale['mean']:.2f}, at most {stale['max']}  bubble "
-            f"{row['bubble']['bubble_rate']:.2f}  {setting}")
+            f"{row['used']['mean']:.3f}, {row['gradient']['mean']:.3f}  stale {stale['mean']:.2f}, at most "
+            f"{stale['max']}  bubble {row['bubble']['bubble_rate']:.2f}  {setting}")
 
 
 def commit() -> str:
@@ -212,7 +217,8 @@ def main(argv=None) -> int:
     found = {"simulated": True, "device": f"simulated: {Device.load().name}", "tau": "bench/sim/h100.json",
              "command": shlex.join(["python", "-m", "bench.sim.study", *(sys.argv[1:] if argv is None else argv)]),
              "commit": commit(), "seeds": runs.seeds, "base": dataclasses.asdict(BASE),
-             "ranks": {"High": HIGH, "Medium": MEDIUM, "of": "what leaving the module out loses, in verl's updates/s"}}
+             "ranks": {"High": HIGH, "Medium": MEDIUM,
+                       "of": "what leaving the module out loses, in verl's groups with gradient/s"}}
     for part in options.parts.split(","):
         found[part] = PARTS[part](runs)
         found["where_it_does_not_help"] = no_help(found)

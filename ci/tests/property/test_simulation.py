@@ -44,7 +44,7 @@ def courses(draw):
 def test_every_policy_keeps_its_books(course):
     """The ledger checks every token at the end of every run; here, that every group came to its end."""
     setting, machine = course
-    for name, cls in {**policies(), "es-grpo/A": policy("es-grpo/A")}.items():
+    for name, cls in {**policies(), **{f"es-grpo/{has}": policy(f"es-grpo/{has}") for has in ("A", "ABCDS")}}.items():
         if setting.scenario not in cls.scenarios:
             continue
         found = run(setting, name, machine)

@@ -81,6 +81,29 @@ def test_a_table_for_people_and_names_that_do_not_exist(capsys):
     for name in ("none", "es-grpo/X", "es-grpo/A+none", "april/0.5", "april/x", "verl/2"):
         with pytest.raises(KeyError):
             policy(name)
+    for arguments, said in ((["--policy", "verl,none"], "unknown policy 'none'"),
+                            (["--policy", "es-grpo-alternate", "--scenario", "async"], "has no async scenario")):
+        with pytest.raises(SystemExit):
+            main([*TOY, *arguments])
+        assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("scenario", ["sync", "async"])
+def test_the_prompt_sampler_chooses_other_prompts_with_more_gradient(scenario):
+    from bench.sim.experiment import Setting, run
+
+    setting = Setting(replicas=2, groups=16, members=8, cap=256, scale=0.1, updates=6, scenario=scenario)
+    with_it, without = (run(setting, f"es-grpo/ABD{module}", Device.load()) for module in ("S", ""))
+    assert with_it["trained_groups"] == without["trained_groups"] == 96
+    assert with_it["gradient_groups"] > 1.15 * without["gradient_groups"]
+
+
+def test_a_recorded_trace_leaves_nothing_to_choose(tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"prompt": i // 4, "tokens": 9, "correct": True}) + "\n" for i in range(64)))
+    with pytest.raises(SystemExit):
+        main([*TOY, "--replay", str(trace), "--policy", "es-grpo/S"])
+    assert "a recorded trace has its own" in capsys.readouterr().err
 
 
 def record(tmp_path, slow: float):

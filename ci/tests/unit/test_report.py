@@ -198,10 +198,12 @@ def test_predicted_stands_beside_measured(tmp_path):
 def test_study_ranks_modules_and_says_where_there_is_no_gain(tmp_path):
     def arm(mean, policy="es-grpo", **setting):
         gain = {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
-        return {"policy": policy, "setting": setting, "updates": gain, "used": gain, "bubble": {"bubble_rate": 0.5},
+        return {"policy": policy, "setting": setting, "updates": gain, "used": gain,
+                "gradient": {name: value + 1 for name, value in gain.items()}, "bubble": {"bubble_rate": 0.5},
                 "p99_s": 9.0}
 
-    module = {"name": "routing", "without": arm(1.2), "alone": arm(1.1), "brings": 0.1, "rank": "High"}
+    module = {"name": "routing", "without": arm(1.2), "alone": arm(1.1), "brings": 0.1, "brings_updates": 0.05,
+              "rank": "High"}
     (tmp_path / "study.json").write_text(json.dumps({
         "simulated": True, "device": "simulated: H100", "command": "python -m bench.sim.study", "commit": "abc",
         "seeds": [1, 2, 3], "base": {}, "ranks": {"High": 0.1, "of": "updates/s"},
@@ -211,8 +213,9 @@ def test_study_ranks_modules_and_says_where_there_is_no_gain(tmp_path):
     record, = load.records(tmp_path)
     assert record.kind == "study" and record.simulated
     page, text = pages(tmp_path)
-    assert "| async | A routing | High | +0.100 | 1.3 [1.2, 1.4] | 1.2 [1.1, 1.3] | 1.1 [1, 1.2] |" in text
-    assert "**Steady: async**" in text and "| seer | base | 1.1 [1, 1.2] |" in text
+    assert "| async | A routing | High | +0.100 | +0.050 | 2.3 [2.2, 2.4] | 2.2 [2.1, 2.3] | 2.1 [2, 2.2] |" in text
+    assert "**Steady: async**" in text
+    assert "| seer | base | 1.1 [1, 1.2] | 1.1 [1, 1.2] | 2.1 [2, 2.2] |" in text
     assert "| cap 16384 | 0.9 [0.8, 1] |" in text and "rank High | simulated" in text
     assert "What each module brings" in page and "Scaling" in page and "Scaling" not in text.partition("## Not run")[2]
 

@@ -103,10 +103,10 @@ def _study(record: Record) -> list[list[str]]:
     rows = []
     for place, modules in list(modules_of(record).items())[:1]:  # the first is the base case
         for module, row in modules.items():
-            whole = record.data["modules"][place]["whole"]["updates"]
-            rows.append([f"module {module} {row['name']}, {place}: updates/s against verl", f"all: {ratio(whole)}",
-                         f"without it: {ratio(row['without']['updates'])}", f"{row['brings']:+.3f}",
-                         str(len(record.seeds)), f"rank {row['rank']}", *_where(record)])
+            whole = record.data["modules"][place]["whole"]["gradient"]
+            rows.append([f"module {module} {row['name']}, {place}: groups with gradient/s against verl",
+                         f"all: {ratio(whole)}", f"without it: {ratio(row['without']['gradient'])}",
+                         f"{row['brings']:+.3f}", str(len(record.seeds)), f"rank {row['rank']}", *_where(record)])
     return rows
 
 

@@ -8,8 +8,8 @@ from esgrpo.report.plots import Figure
 from esgrpo.report.tables import Table, number
 
 PANELS = 3
-ROW_HEAD = ["policy", "setting", "updates/s, ratio to verl", "used tokens/s, ratio", "versions old, mean (max)",
-            "bubble rate", "P99, s"]
+ROW_HEAD = ["policy", "setting", "updates/s, ratio to verl", "used tokens/s, ratio", "groups with gradient/s, ratio",
+            "versions old, mean (max)", "bubble rate", "P99, s"]
 DODGE = 0.12  # between policies at the same setting
 
 
@@ -34,7 +34,8 @@ def _stale(found: dict | None) -> str:
 
 def _row(row: dict) -> list[str]:
     return [row["policy"], setting_text(row["setting"]), ratio(row["updates"]), ratio(row["used"]),
-            _stale(row.get("staleness")), number(row["bubble"]["bubble_rate"]), number(row["p99_s"])]
+            ratio(row["gradient"]), _stale(row.get("staleness")), number(row["bubble"]["bubble_rate"]),
+            number(row["p99_s"])]
 
 
 def study(record: Record) -> list[Table]:
@@ -44,11 +45,13 @@ def study(record: Record) -> list[Table]:
         whole = data["modules"][place]["whole"]
         for module, row in found.items():
             rows.append([place, f"{module} {row['name']}", row["rank"], f"{row['brings']:+.3f}",
-                         ratio(whole["updates"]), ratio(row["without"]["updates"]), ratio(row["alone"]["updates"])])
-    head = ["place", "module", "rank", "brings", "all modules", "without it", "alone"]
+                         f"{row['brings_updates']:+.3f}",
+                         *(ratio(arm["gradient"]) for arm in (whole, row["without"], row["alone"]))])
+    head = ["place", "module", "rank", "brings", "brings, updates/s", "all modules", "without it", "alone"]
     limits = ", ".join(f"{name} from {value}" if isinstance(value, float) else str(value)
                        for name, value in data["ranks"].items())
-    tables = [Table(f"What each module brings, updates/s as a ratio to verl ({limits})", [head, *rows])] if rows else []
+    title = f"What each module brings, groups with gradient/s as a ratio to verl ({limits})"
+    tables = [Table(title, [head, *rows])] if rows else []
     helpless = [[setting_text(one["setting"]), ratio(one["updates"])] for one in data.get("where_it_does_not_help", [])]
     tables.append(Table("Where ES-GRPO does not help", [["setting", "updates/s, ratio to verl"],
                                                        *(helpless or [["none of the settings tried", ""]])]))
@@ -81,7 +84,7 @@ def _modules(record: Record) -> Figure | None:
                       [row["brings"] for row in rows.values()], height=width * 0.9, color=colour, label=place)
         axis.axvline(0, color="#4b4f58", lw=0.8)
         axis.set(yticks=range(len(names)), yticklabels=names.values(), ylim=(len(names) - 0.4, -0.6),
-                 xlabel="what leaving the module out loses, in verl's updates/s")
+                 xlabel=record.data["ranks"]["of"])
         axis.grid(axis="x")
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         plots.stamp(axis, True)
