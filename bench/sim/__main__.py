@@ -12,7 +12,7 @@ import json
 
 from bench.policies import ASYNC, SYNC, policies
 from bench.sim.device import DEFAULT, Device
-from bench.sim.experiment import Setting, describe, run
+from bench.sim.experiment import Setting, describe, policy_for, run
 from bench.workload import PRESETS, replay
 
 
@@ -49,16 +49,19 @@ def table(results: dict[str, dict]) -> str:
 def main(argv=None) -> int:
     reader = parser()
     options = reader.parse_args(argv)
-    gc.disable()  # millions of live objects and no cycles: a collection would walk all of them for nothing
     setting = Setting(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Setting)})
+    names = options.policy.split(",")
+    for name in names:
+        try:
+            policy_for(setting, name, bool(options.replay))
+        except (KeyError, ValueError) as error:
+            reader.error(error.args[0])
+    gc.disable()  # millions of live objects and no cycles: a collection would walk all of them for nothing
     device = Device.load(options.tau, kv_tokens=options.kv_tokens)
     results = {}
-    for name in options.policy.split(","):
+    for name in names:
         trace = iter(replay(options.replay, setting.members, setting.cap)) if options.replay else None
-        try:
-            results[name] = run(setting, name, device, trace)
-        except (KeyError, ValueError) as error:  # of the policy's name, or what it is not made for
-            reader.error(str(error.args[0]))
+        results[name] = run(setting, name, device, trace)
     if options.json:
         origin = "default: bench/sim/h100.json" if options.tau == str(DEFAULT) else options.tau
         print(json.dumps({**describe(setting, device, origin), "policies": results}, indent=1, sort_keys=True))

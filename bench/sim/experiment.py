@@ -51,12 +51,20 @@ class Setting:
                                scale=self.scale, tail=self.tail, **chosen)
 
 
-def run(setting: Setting, policy: str, device: Device, groups: Iterator[Group] | None = None) -> dict:
-    """Simulate; `groups` replaces the generated workload (a replay). Raises KeyError for an unknown policy, ValueError
-    for one that does not know the scenario, or that chooses prompts where there are only recorded ones."""
+def policy_for(setting: Setting, policy: str, replayed: bool) -> type[policies.Policy]:
+    """Raises KeyError for an unknown policy, ValueError for one that does not know the scenario, or that chooses
+    prompts where there are only recorded ones."""
     cls = policies.policy(policy)
     if setting.scenario not in cls.scenarios:
         raise ValueError(f"{policy} has no {setting.scenario} scenario, only {', '.join(cls.scenarios)}")
+    if replayed and cls.chooses:
+        raise ValueError(f"{policy} chooses prompts, a recorded trace has its own")
+    return cls
+
+
+def run(setting: Setting, policy: str, device: Device, groups: Iterator[Group] | None = None) -> dict:
+    """Simulate; `groups` replaces the generated workload (a replay). Raises what `policy_for` raises."""
+    cls = policy_for(setting, policy, groups is not None)
     chosen = cls(setting.limits(device), random.Random(f"policy {setting.seed}"))
     if groups is None:
         prompts, spare = setting.all_prompts, math.ceil(cls.spare * setting.members)
@@ -64,8 +72,6 @@ def run(setting: Setting, policy: str, device: Device, groups: Iterator[Group] |
         chosen.remember(list(itertools.islice(groups, prompts * setting.warm)))
         if cls.chooses:
             groups = setting.groups_of(spare, first=prompts * setting.warm, choose=lambda: chosen.choose(prompts))
-    elif cls.chooses:
-        raise ValueError(f"{policy} chooses prompts, a recorded trace has its own")
     if setting.scenario == ASYNC:  # the same work for everybody, to its end: longest first would leave the short ones
         groups = itertools.islice(groups, setting.updates * setting.groups)
     simulation = Simulation(chosen, setting.limits(device), device,

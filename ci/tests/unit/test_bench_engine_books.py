@@ -62,6 +62,12 @@ def test_few_updates_under_a_barrier_flatter_whoever_carries_over(tmp_path):
     assert told("april", 1) == (["april"], False)  # compared with nobody
 
 
+def test_who_chooses_prompts_is_not_compared_by_its_speed(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--policies", "verl,es-grpo/ABDS", "--results", str(tmp_path / "r")])
+    assert "es-grpo/ABDS chooses its prompts" in capsys.readouterr().err
+
+
 def test_the_results_file_grows_by_whole_lines(tmp_path):
     file = tmp_path / "deep" / "results.jsonl"
     for number in range(3):
