@@ -220,6 +220,31 @@ def test_study_ranks_modules_and_says_where_there_is_no_gain(tmp_path):
     assert "What each module brings" in page and "Scaling" in page and "Scaling" not in text.partition("## Not run")[2]
 
 
+def test_two_seeds_are_drawn_with_their_last_evaluations():
+    from matplotlib.figure import Figure
+
+    from esgrpo.report.training_figures import _reward_line
+
+    seeds = [{"evaluations": [[0.0, 0.4], [last, 0.6]], "target": 0.5} for last in (100.0, 120.0, 140.0)]
+    for count, drawn in ((1, 2), (2, 2), (3, 1)):  # one with its target, two as they are, three as their median
+        axis = Figure().subplots()
+        _reward_line(axis, "plain", seeds[:count], "black")
+        assert len(axis.lines) == drawn
+        if count == 2:
+            assert [list(line.get_xdata()) for line in axis.lines] == [[0.0, 100.0], [0.0, 120.0]]
+
+
+def test_a_measure_without_a_ratio_has_no_panel():
+    from esgrpo.report.training_figures import _ratios
+
+    def record(target):
+        runs = {"effective tokens/s": 2.0, "time to target, s": target}
+        return SimpleNamespace(data={"measures": {"plain": {"1": runs}, "overlay": {"1": runs}}})
+
+    wide, narrow = (_ratios(record(target)).svg.count('id="axes_') for target in (3.0, None))
+    assert (wide, narrow) == (2, 1)
+
+
 def test_runs_left_out_are_said(tmp_path):
     left = {"kind": "left_out", "why": "out of time",
             "runs": [[0, "math", "async", "verl"], [1, "math", "async", "seer"]]}
