@@ -30,16 +30,18 @@ def batch_of(queue, *keys):
 
 
 class Trainer:
-    """A trainer with verl's real asynchronous replay buffer; prompts come and go in the stub queue."""
+    """A trainer with verl's real replay buffer; prompts come and go in the stub queue."""
 
-    global_steps, trainer_mode = 1, "colocate_async"
+    global_steps = 1
 
-    def __init__(self, queue, directory, threshold=2, strategy="drop", mode="disable"):
-        from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+    def __init__(self, queue, directory, threshold=2, strategy="drop", mode="disable", trainer_mode="colocate_async",
+                 **more):
+        from verl.trainer.ppo.v1 import replay_buffer
 
-        self.queue, self.number = queue, 0
-        self.replay_buffer = ReplayBufferAsync("colocate_async", {}, threshold, strategy, {}, poll_interval=0.0,
-                                               refill_fn=self.submit)
+        self.queue, self.number, self.trainer_mode = queue, 0, trainer_mode
+        kind = replay_buffer.ReplayBuffer if trainer_mode == "sync" else replay_buffer.ReplayBufferAsync
+        self.replay_buffer = kind(trainer_mode, {}, threshold, strategy, {}, poll_interval=0.0, refill_fn=self.submit,
+                                  **more)
         self.config = SimpleNamespace(
             actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)),
             trainer=SimpleNamespace(default_local_dir=str(directory), resume_mode=mode, resume_from_path=None))
@@ -56,6 +58,11 @@ class Trainer:
             self.queue.tags[name]["status"] = "finished"
             for member in range(2):
                 self.queue.tags[f"{name}_{member}_0"] = {"status": "success"}
+
+    def end_without_rows(self, *names: str, status: str) -> None:
+        """As the agent loop says it: `failure` when sessions raised, `finished` when one gave no output."""
+        for name in names:
+            self.queue.tags[name]["status"] = status
 
     def _step_once(self, metrics, timing_raw, sample_batch_size):
         batch, found = self.replay_buffer.sample(self.global_steps, "train", sample_batch_size)

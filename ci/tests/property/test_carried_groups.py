@@ -87,7 +87,7 @@ def test_the_real_pool_stops_a_policy_that_trains_the_youngest_first():
         def oldest_first(self):
             return super().oldest_first()[::-1]
 
-    with pytest.raises(CarryOverError, match="carried groups come first"):
+    with pytest.raises(CarryOverError, match="are early"):
         carried(Youngest, 2.0, 1, LIMITS, 20)
 
 
