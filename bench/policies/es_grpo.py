@@ -21,7 +21,7 @@ from bench.workload import Group, Sample
 from esgrpo import config
 from esgrpo.algo import elastic
 from esgrpo.algo.audit import Audit
-from esgrpo.algo.carry_over import CarryOver, Waiting
+from esgrpo.algo.carry_over import CarryOver, CarryOverError, Waiting
 from esgrpo.algo.group_pruning import Finished, GroupPruner
 from esgrpo.algo.grouping import FINISHED, PRUNED, RUNNING, GroupCoordinator
 from esgrpo.algo.history import PromptHistory
@@ -60,8 +60,8 @@ class EsGrpo(Policy):
     with module B in the order of the data, as verl's asynchronous trainers begin a group when another one ends, and
     more than an update's (`over` times as many, as verl's num_warmup_batches adds them). An update takes the oldest
     whole groups; the others decode on. As verl's replay buffer does with max_off_policy_strategy=wait, an unfinished
-    group that is `bound` versions old is waited for, never dropped. What is trained is held to the rules
-    by the class that holds verl to them (algo.carry_over). What is carried stays in its engine, which takes standalone
+    group that is `bound` versions old is waited for, never dropped. The class that watches verl's pool watches this one
+    too (algo.carry_over), and nothing may be odd here. What is carried stays in its engine, which takes standalone
     replicas; under a colocated trainer it is aborted and resumed at once ("es-grpo/ABD+abort").
     """
 
@@ -303,6 +303,9 @@ class EsGrpo(Policy):
         trained = {str(index): self.born.pop(index) for index in action.groups}
         self.carried.settle(self.version, trained, {str(index): Waiting(born, index not in self.open)
                                                     for index, born in self.born.items()})
+        for kind, groups in self.carried.oddities.items():
+            if groups:
+                raise CarryOverError(f"groups {groups} are {kind}")
         self.fresh = self.wanted()
         return action
 

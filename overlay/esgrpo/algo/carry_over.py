@@ -4,26 +4,24 @@ A trainer samples whole groups; what is unfinished or was not taken waits for a 
 keeps that pool in the TransferQueue and decides by itself; this machine is told once per sampled batch what was
 trained and what waits, and holds it to the rules. Pure; versions are weight versions (verl's global_steps).
 
-Invariants, after every `settle`:
-- a group ends exactly once: trained, dropped as stale, or excused (failed or filtered by the trainer's own rule);
-  what has not ended is carried. A group that vanishes without one of these reasons is lost, and that is an error.
-- carried first: no group is trained while an older one that is complete waits.
-- bounded staleness: where stale groups are dropped, nothing older than `threshold` versions is trained. Where the
-  trainer waits for them instead, the bound is `threshold` plus the steps that complete older groups queue for.
-- the state survives a checkpoint: after `from_state`, everything carried at the checkpoint must wait or be trained.
+Invariant: a group is trained at most once, also across a checkpoint; a group that is trained a second time, or rows of
+a group that nobody submitted, are errors. Everything else that a step shows is counted, because a trainer may have its
+own reasons: a group that ended without being trained has the reason that the trainer gave (`ENDINGS`), and what has
+none, breaks the order or is older than the bound is an oddity with the group's id (`Step.oddities`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 ENDED_KEPT = 4096  # ended groups remembered to notice one that comes back; far more than ever wait together
-IDS_SHOWN = 3  # group ids named in an error
+IDS_SHOWN = 3  # group ids named in one line
+STALE, FILTERED, FAILED, EMPTY = ENDINGS = ("dropped", "filtered", "failed", "empty")  # names of counts in `Step`
 
 
 class CarryOverError(Exception):
-    """A rule of the pool is broken; the message says which group and which rule."""
+    """A group was trained twice, or without a submission; the message says which one."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,22 @@ class Step:
     trained_carried: int  # of these: groups that had waited for at least one step
     carried: int
     unfinished: int  # of these: groups with members still to be generated
-    dropped: int
-    excused: int
+    dropped: int  # ended as too old
+    filtered: int  # ended because their rewards were equal
+    failed: int  # ended because a member failed
+    empty: int  # ended without a row to train
+    gone: int  # carried until the last step, now neither there nor ended for a reason
+    early: int  # trained although an older complete group waits
+    overdue: int  # trained at a greater age than the trainer promised
     age_max: int  # of the trained groups
     carried_age_max: int
+
+
+def remember(known: dict, groups: Mapping) -> None:
+    """Add `groups` and forget the oldest beyond ENDED_KEPT."""
+    known.update(groups)
+    for group in list(known)[:max(0, len(known) - ENDED_KEPT)]:
+        del known[group]
 
 
 class CarryOver:
@@ -54,65 +64,53 @@ class CarryOver:
     def __init__(self, threshold: int | None, drops: bool):
         self.threshold, self.drops = threshold, drops
         self.carried: dict[str, int] = {}  # group -> version it was submitted in
-        self.ended: dict[str, None] = {}  # the last groups that ended, oldest first
+        self.trained: dict[str, None] = {}  # the last groups that were trained, oldest first
+        self.ended: dict[str, None] = {}  # the last groups that ended otherwise, so that each is counted once
+        self.oddities: dict[str, list[str]] = {}  # of the last settle: count of `Step` -> groups
 
-    def settle(self, version: int, trained: Mapping[str, int], waiting: Mapping[str, Waiting],
-               excused: int = 0) -> Step:
-        """Account for one batch sampled under `version`; raises CarryOverError when a rule is broken.
+    def settle(self, version: int, trained: Mapping[str, int | None], waiting: Mapping[str, Waiting],
+               ended: Mapping[str, str] | None = None) -> Step:
+        """Account for one batch sampled under `version`; raises CarryOverError for a group trained twice or unknown.
 
-        `trained` maps the groups of the batch to the versions they were submitted in; `excused` is how many groups
-        the trainer says that it took out since the last call because they failed or were filtered.
+        `trained` maps the groups of the batch to the versions they were submitted in (None: nobody knows of it);
+        `ended` maps groups that ended without being trained to one of ENDINGS. A group may be named again and again.
         """
-        self._check_once(trained, waiting)
-        self._check_order(trained, waiting)
-        ages = [version - born + 1 for born in trained.values()]
-        if self.drops and self.threshold is not None and max(ages, default=0) > self.threshold:
-            raise CarryOverError(f"a group spans {max(ages)} weight versions, at most {self.threshold} are allowed")
-        gone = {group: born for group, born in self.carried.items() if group not in trained and group not in waiting}
-        stale = [group for group, born in gone.items() if self._is_stale(version - born + 1)]
-        unexplained = len(gone) - len(stale)
-        if unexplained > excused:
-            missing = sorted(gone.keys() - set(stale))
-            raise CarryOverError(f"{unexplained - excused} carried groups are gone, neither trained nor dropped "
-                                 f"({', '.join(missing[:IDS_SHOWN])})")
+        unknown = [group for group, born in trained.items() if born is None]
+        if unknown:
+            raise CarryOverError(f"group {unknown[0]} was trained and nobody submitted it")
+        again = [group for group in trained if group in self.trained]
+        if again:
+            raise CarryOverError(f"group {again[0]} was trained twice")
+        ended = {group: why for group, why in (ended or {}).items() if group not in trained}
+        fresh = [why for group, why in ended.items() if group not in self.ended]
+        oldest = min((entry.born for entry in waiting.values() if entry.done), default=version)
+        self.oddities = {
+            "gone": sorted(self.carried.keys() - trained.keys() - waiting.keys() - ended.keys() - self.ended.keys()),
+            "early": sorted(group for group, born in trained.items() if born > oldest),
+            "overdue": sorted(group for group, born in trained.items() if self._is_overdue(version - born + 1))}
         waited = sum(group in self.carried for group in trained)
-        self._remember([*trained, *gone])
-        self.carried = {group: entry.born for group, entry in waiting.items()}
-        return Step(trained=len(trained), trained_carried=waited, carried=len(waiting),
-                    unfinished=sum(not entry.done for entry in waiting.values()), dropped=len(stale),
-                    excused=unexplained, age_max=max(ages, default=0),
-                    carried_age_max=max((version - entry.born + 1 for entry in waiting.values()), default=0))
+        remember(self.trained, dict.fromkeys(trained))
+        remember(self.ended, dict.fromkeys([*ended, *self.oddities["gone"]]))
+        self.carried = {group: entry.born for group, entry in waiting.items() if group not in ended}
+        return Step(trained=len(trained), trained_carried=waited, carried=len(self.carried),
+                    unfinished=sum(not waiting[group].done for group in self.carried),
+                    **{why: fresh.count(why) for why in ENDINGS},
+                    **{kind: len(groups) for kind, groups in self.oddities.items()},
+                    age_max=max((version - born + 1 for born in trained.values()), default=0),
+                    carried_age_max=max((version - born + 1 for born in self.carried.values()), default=0))
 
-    def _is_stale(self, age: int) -> bool:
+    def _is_overdue(self, age: int) -> bool:
         return self.drops and self.threshold is not None and age > self.threshold
-
-    def _check_once(self, trained: Collection[str], waiting: Mapping[str, Waiting]) -> None:
-        again = [group for group in (*trained, *waiting) if group in self.ended]
-        both = [group for group in trained if group in waiting]
-        if again or both:
-            raise CarryOverError(f"group {(again or both)[0]} ended and is there again: it would be trained twice")
-
-    @staticmethod
-    def _check_order(trained: Mapping[str, int], waiting: Mapping[str, Waiting]) -> None:
-        complete = [entry.born for entry in waiting.values() if entry.done]
-        if trained and complete and max(trained.values()) > min(complete):
-            raise CarryOverError(f"a group of version {max(trained.values())} was trained while a complete one of "
-                                 f"version {min(complete)} waits: carried groups come first")
-
-    def _remember(self, groups: list[str]) -> None:
-        self.ended.update(dict.fromkeys(groups))
-        for group in list(self.ended)[:max(0, len(self.ended) - ENDED_KEPT)]:
-            del self.ended[group]
 
     def to_state(self) -> dict:
         """Plain data for a checkpoint."""
-        return {"carried": dict(self.carried), "ended": list(self.ended)}
+        return {"carried": dict(self.carried), "trained": list(self.trained), "ended": list(self.ended)}
 
     @classmethod
     def from_state(cls, state: Mapping, threshold: int | None, drops: bool) -> CarryOver:
         """The pool as it was; the rules may be others than at the checkpoint."""
         pool = cls(threshold, drops)
         pool.carried = dict(state["carried"])
+        pool.trained = dict.fromkeys(state.get("trained", ()))  # older checkpoints mixed them with those that ended
         pool.ended = dict.fromkeys(state["ended"])
         return pool
-

@@ -1,4 +1,4 @@
-"""Holds verl's v1 replay buffer to the rules of carry-over, and reports the pool of carried groups."""
+"""Reports the pool of groups that verl's v1 replay buffer carries, and stops a run that trains one of them twice."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ HOOK = Hook(
     without=(("==0.7.0", "no v1 trainers"),),
 )
 
-EXCUSES = ("training/rollout_failure/evicted_samples", "training/filter_groups/evicted_samples",
-           "training/filter_groups/discarded_surplus_samples")
+MEANS = {"gone": "are neither trained nor waiting any more, and verl gave no reason",
+         "early": "were trained while older complete groups wait",
+         "overdue": "were trained at a greater age than trainer.v1.sampler.max_off_policy_threshold",
+         "empty": "ended without a row: verl counts them in the batch and has nothing to train"}
 STATE_FILE = "esgrpo_carry_over.json"
 PARTITION = "train"
 
@@ -63,10 +65,11 @@ def pool_of(trainer):
 
 
 def settle(trainer, pool, batch, metrics) -> dict[str, float]:
-    """Tell the pool about one sampled batch; a broken rule stops the run."""
-    from esgrpo.algo.carry_over import CarryOverError, Waiting
+    """Tell the pool about one sampled batch; a group trained twice stops the run, what else is odd is said once."""
+    from esgrpo.algo.carry_over import EMPTY, CarryOverError, Waiting
     from esgrpo.errors import EsgrpoError
     from esgrpo.hooks.verl.records import write
+    from esgrpo.hooks.verl.v1_failure import take_evicted
     from esgrpo.hooks.verl.v1_rows import final_keys, group_of, real_keys
 
     buffer, version = trainer.replay_buffer, trainer.global_steps
@@ -75,19 +78,41 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     for key in final_keys(real_keys(batch)):
         sizes[group_of(key)] = sizes.get(group_of(key), 0) + 1
     complete = buffer.finished_keys[PARTITION] | buffer.failure_keys[PARTITION]
-    trained = {group: born.get(group, version) for group in sizes}
-    waiting = {group: Waiting(step, group in complete) for group, step in born.items() if group not in sizes}
-    excused = int(sum(metrics.get(name, 0) for name in EXCUSES))
+    with_rows = {group_of(key) for key in buffer.partitions[PARTITION]}
+    # verl takes such a group for the batch as if it had rows, or leaves it for a later one: there is nothing to train
+    empty = {group: EMPTY for group in complete - with_rows if group in born}
+    trained = {group: born.get(group) for group in sizes}
+    waiting = {group: Waiting(step, group in complete) for group, step in born.items()
+               if group not in sizes and group not in empty}
+    new = [group for group in empty if group not in pool.ended]
     try:
-        step = pool.settle(version, trained, waiting, excused)
+        step = pool.settle(version, trained, waiting, {**empty, **take_evicted(buffer)})
     except CarryOverError as error:
-        raise EsgrpoError("carry-over", str(error), "every group ends exactly once, oldest first",
+        raise EsgrpoError("carry-over", str(error), "every group is trained once",
                           "rewards and staleness could not be trusted, the run stops",
                           "resume from the last checkpoint; report it with esgrpo/carry-*.jsonl") from None
+    odd = {kind: groups for kind, groups in {**pool.oddities, EMPTY: new}.items() if groups}
+    say(trainer, odd)
     partial = sum(size != trainer.config.actor_rollout_ref.rollout.n for size in sizes.values())
     write("carry", {"step": version, "groups": trained, "waiting": {g: w.born for g, w in waiting.items()},
-                    "partial": partial, **vars(step)})
+                    "partial": partial, "odd": odd, **vars(step)})
     return {f"esgrpo/carry/{name}": float(value) for name, value in {**vars(step), "partial": partial}.items()}
+
+
+def say(trainer, odd: dict[str, list[str]]) -> None:
+    """One line the first time that a kind is seen; esgrpo/carry-*.jsonl names every group."""
+    import sys
+
+    from esgrpo.algo.carry_over import IDS_SHOWN
+
+    said = trainer.__dict__.setdefault("esgrpo_carry_said", set())
+    for kind in sorted(odd.keys() - said):
+        said.add(kind)
+        groups = odd[kind]
+        more = ", ..." if len(groups) > IDS_SHOWN else ""
+        print(f"esgrpo: carry-over: {len(groups)} prompt groups ({', '.join(groups[:IDS_SHOWN])}{more}) {MEANS[kind]}; "
+              f"the run goes on, esgrpo/carry/{kind} counts them and esgrpo/carry-*.jsonl names each", file=sys.stderr,
+              flush=True)
 
 
 def folder(trainer, step: int) -> str:

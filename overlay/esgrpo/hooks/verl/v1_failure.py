@@ -1,4 +1,8 @@
-"""A v1 run in which every group fails ends: verl would replace failed groups for ever."""
+"""Remembers which groups verl's v1 replay buffer evicts and why; a run in which every group fails ends.
+
+verl gives numbers of evicted groups only, and not always to the step that needs them (`prepare_step` has metrics of its
+own), and would replace failed groups for ever.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +29,30 @@ def build(original):
     def _evict_terminal_groups(self, *args, **kwargs):
         import inspect
 
-        from esgrpo.hooks.verl.v1_failure import failed_of, look
+        from esgrpo.algo.carry_over import remember
+        from esgrpo.hooks.verl import v1_failure
 
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        look(self, failed_of(arguments["eviction_reasons"]), self.finished_keys[arguments["partition_id"]])
+        reasons = v1_failure.reasons_of(arguments["eviction_reasons"])
+        remember(self.__dict__.setdefault("esgrpo_evicted", {}), reasons)
+        v1_failure.look(self, [group for group, why in reasons.items() if why == "failed"],
+                        self.finished_keys[arguments["partition_id"]])
         return original(self, *args, **kwargs)
 
     return _evict_terminal_groups
 
 
-def failed_of(eviction_reasons):
-    """verl's tuple is (stale, filtered, failed, counts of the filtered)."""
-    _stale, _filtered, failed, _counts = eviction_reasons
-    return failed
+def reasons_of(eviction_reasons) -> dict[str, str]:
+    """Group -> why it is evicted, from verl's tuple (stale, filtered, failed, counts of the filtered)."""
+    from esgrpo.algo.carry_over import FAILED, FILTERED, STALE
+
+    stale, filtered, failed, _counts = eviction_reasons
+    return {group: why for groups, why in ((filtered, FILTERED), (stale, STALE), (failed, FAILED)) for group in groups}
+
+
+def take_evicted(buffer) -> dict[str, str]:
+    """Groups that were evicted since the last call, with the reason."""
+    return buffer.__dict__.pop("esgrpo_evicted", {})
 
 
 def look(buffer, failed, good) -> None:
