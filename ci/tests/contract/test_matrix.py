@@ -95,12 +95,73 @@ def test_unusable_requirements(text):
     assert str(caught.value).count("|") == 3
 
 
-def test_drift_of_a_tested_release_is_unchanged_and_exits_0(trees, monkeypatch, capsys):
-    monkeypatch.setattr(drift.upstreams, "sources", lambda upstream, version, say=print: trees[upstream])
-    assert drift.main(["vllm==0.28.0"]) == 0
-    assert capsys.readouterr().out.count("unchanged") >= 2
-    assert drift.tested_reference({"0.8.0": "", "0.9.1": "", "0.9.1+series": ""}, "0.9.5") == "0.9.1"
-    assert drift.tested_reference({"0.8.0": ""}, "0.7.0") == "0.8.0"
+@pytest.fixture
+def only(trees, monkeypatch):
+    """The index has the tested release alone: every other one, each reference too, is not to be had."""
+    def sources(upstream, version, say=print):
+        if version != RELEASES[upstream]:
+            raise drift.upstreams.Unavailable(f"{upstream} {version}", "not here", "a wheel", "not run", "nothing")
+        return trees[upstream]
+
+    monkeypatch.setattr(drift.upstreams, "sources", sources)
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+
+
+def rows_of(text: str) -> dict[str, str]:
+    return dict(line.split()[:2] for line in text.splitlines() if not line.startswith(" "))
+
+
+@pytest.mark.parametrize("upstream, elsewhere", [("vllm", "segment-scheduler-by-class"), ("verl", "partial-attempts")])
+def test_drift_of_a_tested_release_exits_0(only, capsys, upstream, elsewhere):
+    """Hooks of other releases have no place in it, and their references are not asked for."""
+    assert drift.main([f"{upstream}=={RELEASES[upstream]}"]) == 0
+    out = capsys.readouterr().out
+    rows = rows_of(out)
+    assert rows[elsewhere] == drift.NOT_NEEDED and set(rows.values()) == {drift.NOT_NEEDED, drift.UNCHANGED}
+    assert list(rows.values()).count(drift.UNCHANGED) == sum(hook.upstream == upstream for hook in HOOKS)
+    assert "not here" not in out
+
+
+def test_drift_says_a_missing_reference_in_the_row_of_its_hook(only, trees, tmp_path, monkeypatch, capsys):
+    hook = next(hook for hook in HOOKS if hook.slug == "trained-rows")
+    module, _, qualname = hook.target.partition(":")
+    changed = tmp_path / "verl-0.9.9"
+    shutil.copytree(trees["verl"], changed)
+    damage(Path(fingerprint.source_file(module, [str(changed)])), qualname)
+
+    def sources(upstream, version, say=print):
+        if version != "0.9.9":
+            raise drift.upstreams.Unavailable(f"{upstream} {version}", "not here", "a wheel", "not run", "nothing")
+        return changed
+
+    monkeypatch.setattr(drift.upstreams, "sources", sources)
+    assert drift.main(["verl==0.9.9", "verl==0.9.8"]) == drift.UNUSABLE  # 0.9.8 cannot be had, 0.9.9 is answered
+    out, errors = capsys.readouterr()
+    assert rows_of(out)["trained-rows"] == drift.CHANGED and rows_of(out)["prompt-queue"] == drift.UNCHANGED
+    assert "no sources of 0.9.1 to compare with" in out and errors.startswith("esgrpo: verl 0.9.8: ")
+    assert drift.main(["verl==0.9.9"]) == 1
+
+
+def test_drift_counts_the_hooks_of_the_testbed_where_it_is_used(trees, tmp_path, monkeypatch, capsys):
+    hook = next(hook for hook in HOOKS if hook.slug == "cpu-linear-reloads")
+    module, _, qualname = hook.target.partition(":")
+    changed = tmp_path / "tree"
+    shutil.copytree(trees["vllm"], changed)
+    damage(Path(fingerprint.source_file(module, [str(changed)])), qualname)
+    monkeypatch.setattr(drift.upstreams, "sources",
+                        lambda upstream, version, say=print: changed if version == "0.28.1" else trees[upstream])
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    assert drift.main(["vllm==0.28.1"]) == 0
+    out = capsys.readouterr().out
+    assert rows_of(out)[hook.slug] == drift.CHANGED and "VERL_PLATFORM=cpu counts it" in out
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    assert drift.main(["vllm==0.28.1"]) == 1
+
+
+def test_the_reference_is_the_nearest_tested_release_first():
+    known = {"0.8.0": "", "0.9.1": "", "0.9.1+series": "", "0.10.0": ""}
+    assert drift.tested_references(known, "0.9.5") == ["0.9.1", "0.8.0", "0.10.0"]
+    assert drift.tested_references({"0.8.0": ""}, "0.7.0") == ["0.8.0"]
 
 
 def test_a_damaged_patch_turns_its_apply_cell_red(trees, tmp_path):
