@@ -159,8 +159,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(function=status)
     sub = commands.add_parser("drift", help="what a release changes for the hooks: esgrpo drift vllm==0.33.0",
-                              description="Downloads the release, installs nothing. Exit code 0: unchanged or moved; "
-                                          "1: changed or gone; 2: unusable.")
+                              description="Downloads the release, installs nothing. Exit code 0: unchanged, moved or "
+                                          "not needed; 1: changed or gone; 2: unusable.")
     sub.add_argument("release", nargs="+", metavar="NAME==VERSION")
     sub.set_defaults(function=drift)
     sub = commands.add_parser("doctor", help="what is wrong with this environment, or with the run that left a log",

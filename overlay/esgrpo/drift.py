@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import difflib
-import importlib.util
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +15,10 @@ from packaging.version import InvalidVersion, Version
 from esgrpo import engine, fingerprint, upstreams
 from esgrpo.errors import EsgrpoError
 
-UNCHANGED, MOVED, CHANGED, GONE = "unchanged", "moved", "changed", "gone"
+NOT_NEEDED, UNCHANGED, MOVED, CHANGED, GONE = "not-needed", "unchanged", "moved", "changed", "gone"
 DIFF_LINES = 12
+UNUSABLE = 2  # exit code
+TESTBED = ("cpu",)  # features of hooks that no accelerator has
 ADVICE = {
     MOVED: "same source elsewhere: point the hook's target at the new place",
     CHANGED: "read the difference; if the hook still holds, add this release's fingerprint {found} to its Release",
@@ -31,6 +33,7 @@ class Verdict:
     slug: str
     state: str
     lines: list[str] = field(default_factory=list)
+    counts: bool = True  # towards the exit code
 
 
 def requirement(text: str) -> tuple[str, str]:
@@ -52,29 +55,58 @@ def requirement(text: str) -> tuple[str, str]:
     return name, specifier.version
 
 
-def tested_reference(known: dict[str, str], version: str) -> str:
-    """The tested release to compare with: the newest one that is not newer, else the oldest."""
-    plain = [v for v in known if "+" not in v]  # "0.9.1+slug" is a patched tree
+def tested_references(known: dict[str, str], version: str) -> list[str]:
+    """The tested releases to compare with, best first: the newest that is not newer and back, then the newer ones."""
+    plain = sorted((v for v in known if "+" not in v), key=Version)  # "0.9.1+slug" is a patched tree
     older = [v for v in plain if Version(v) <= Version(version)]
-    return max(older or [min(plain, key=Version)], key=Version)
+    return older[::-1] + plain[len(older):]
 
 
 def compare(upstream: str, version: str, say=print) -> list[Verdict]:
-    """A verdict for every hook of this upstream. Raises upstreams.Unavailable when there are no sources."""
+    """A verdict for every hook of this upstream.
+
+    Raises upstreams.Unavailable when there are no sources of the release itself; a reference that cannot be had is
+    said in the hook's own row.
+    """
     tree = upstreams.sources(upstream, version, say)
-    verdicts = []
-    for record in engine.load_hooks().values():
-        hook = record.hook
-        known = {v: f for release in hook.releases for v, f in release.fingerprints.items()}
-        if hook.upstream != upstream or not known:
-            continue
-        found, _ = fingerprint.of_targets((hook.target, *hook.relies_on), [str(tree)])
-        if found is not None and found in known.values():
-            verdicts.append(Verdict(hook.slug, UNCHANGED))
-            continue
-        reference = upstreams.sources(upstream, tested_reference(known, version), say)
-        verdicts.append(_compare_hook(hook, found, reference, tree))
+    hooks = [record.hook for record in engine.load_hooks().values() if record.hook.releases]
+    verdicts = [_verdict(hook, version, tree, say) for hook in hooks if hook.upstream == upstream]
+    for verdict in verdicts:
+        features = engine.load_hooks()[verdict.slug].hook.features
+        if verdict.state in (CHANGED, GONE) and features == TESTBED and not engine.active_features() & set(TESTBED):
+            verdict.counts = False
+            verdict.lines.append("not counted: only the CPU testbed has this hook; VERL_PLATFORM=cpu counts it")
     return verdicts
+
+
+def _verdict(hook, version: str, tree: Path, say) -> Verdict:
+    reason = engine.has_no_place(hook, version)
+    cure = "" if reason else engine.cured_by(hook, [str(tree)])[0]
+    if reason or cure:
+        return Verdict(hook.slug, NOT_NEEDED, [reason or f"cured by {cure}"])
+    known = {v: f for release in hook.releases for v, f in release.fingerprints.items()}
+    found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), [str(tree)])
+    if found is not None and found in known.values():
+        return Verdict(hook.slug, UNCHANGED)
+    patches = sorted({slug for r in hook.releases if version in r.fingerprints for slug in r.patches})
+    problems = [f"tested with the git patches {', '.join(patches)}, which the release itself has not: ./apply.sh"
+                ] if patches else []
+    for reference in tested_references(known, version):
+        try:
+            sources = upstreams.sources(hook.upstream, reference, say)
+        except upstreams.Unavailable as error:
+            problems.append(f"no sources of {reference} to compare with: {error}")
+            continue
+        verdict = _compare_hook(hook, found, sources, tree)
+        verdict.lines[:0] = problems if verdict.state in (CHANGED, GONE) else []
+        return verdict
+    state = GONE if found is None else CHANGED
+    what = [f"{missing}: {GONE}"] if found is None else []
+    return Verdict(hook.slug, state, [*what, *problems, _to_do(state, found)])
+
+
+def _to_do(state: str, found: str | None) -> str:
+    return "to do: " + ADVICE[state].format(found=found or "(none)")
 
 
 def _compare_hook(hook, found: str | None, reference: Path, tree: Path) -> Verdict:
@@ -87,7 +119,7 @@ def _compare_hook(hook, found: str | None, reference: Path, tree: Path) -> Verdi
         worst = max(worst, state, key=order.index)
     if worst == UNCHANGED:  # each part is as it was in the reference: a combination of tested parts
         return Verdict(hook.slug, worst)
-    return Verdict(hook.slug, worst, [*lines, "to do: " + ADVICE[worst].format(found=found or "(none)")])
+    return Verdict(hook.slug, worst, [*lines, _to_do(worst, found)])
 
 
 def compare_target(target: str, reference: Path, tree: Path) -> tuple[str, list[str]]:
@@ -146,15 +178,18 @@ def _same_elsewhere(module: str, qualname: str, digests: set[str], tree: Path) -
 
 
 def main(requirements: list[str]) -> int:
-    """Print the verdicts. 0: unchanged or moved; 1: changed or gone; 2 (by the caller): unusable."""
-    if importlib.util.find_spec("pip") is None:
-        raise EsgrpoError("drift", "this Python has no pip", "pip, to download a wheel", "nothing was compared",
-                          "use another interpreter")
+    """Print the verdicts. 0: nothing to do or only moved; 1: changed or gone; 2: a release cannot be had."""
     worst = 0
-    for upstream, version in map(requirement, requirements):
-        for verdict in compare(upstream, version):
+    for upstream, version in list(map(requirement, requirements)):
+        try:
+            verdicts = compare(upstream, version)
+        except upstreams.Unavailable as error:  # the other releases still get their answer
+            print(error, file=sys.stderr)
+            worst = UNUSABLE
+            continue
+        for verdict in verdicts:
             print(f"{verdict.slug} {verdict.state} ({upstream} {version})")
             for line in verdict.lines:
                 print(f"    {line}")
-            worst |= verdict.state in (CHANGED, GONE)
+        worst = max(worst, int(any(v.counts and v.state in (CHANGED, GONE) for v in verdicts)))
     return worst

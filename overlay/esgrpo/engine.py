@@ -225,7 +225,7 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
     reason = has_no_place(hook, version)
     if reason:
         return State.NOT_NEEDED, f"{release.upstream} {version}: {reason}", ""
-    cure, found = _cured(hook, search)
+    cure, found = cured_by(hook, search)
     if cure:
         return State.NOT_NEEDED, f"cured by {cure}", found
     found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), search)
@@ -241,7 +241,7 @@ def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]
     return State.INCOMPATIBLE, f"{release.upstream} {version}: {what}, tested {tested}{hint}", found or ""
 
 
-def _cured(hook: Hook, search: list[str] | None) -> tuple[str, str]:
+def cured_by(hook: Hook, search: list[str] | None = None) -> tuple[str, str]:
     """(who did the hook's work in the source, fingerprint), or empty strings: never the hook on top of its patch."""
     cured = {f: (release.upstream, source) for release in hook.releases for source, f in release.cured.items()}
     if not cured:
