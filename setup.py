@@ -1,5 +1,6 @@
-"""Everything is in setup.cfg; this places esgrpo.pth beside the package, which setup.cfg cannot express."""
+"""Everything is in setup.cfg; this places what lies outside of the package: esgrpo.pth beside it, patches/ in it."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import setup
@@ -10,20 +11,19 @@ PTH = "esgrpo.pth"
 LINE = 'import os; os.environ.get("ESGRPO_ENABLE") == "1" and __import__("esgrpo.boot")\n'
 
 
-class BuildWithPth(build_py):
+class Build(build_py):
     def run(self):
         super().run()
         if not self.editable_mode:
             Path(self.build_lib, PTH).write_text(LINE)
+            shutil.copytree("patches", Path(self.build_lib, "esgrpo", "patches"), dirs_exist_ok=True)
 
 
-class EditableWithPth(editable_wheel):
-    """The editable wheel holds one more .pth, which adds overlay/ to sys.path; ours sorts after it."""
-
+class EditableWithPth(editable_wheel):  # its other .pth adds overlay/ to sys.path and sorts before ours
     def _install_namespaces(self, installation_dir, pth_prefix):
-        """The last step that writes into the tree that becomes the wheel, so that RECORD lists our file."""
+        """The last step before the tree becomes the wheel, so that RECORD lists our file."""
         super()._install_namespaces(installation_dir, pth_prefix)
         Path(installation_dir, PTH).write_text(LINE)
 
 
-setup(cmdclass={"build_py": BuildWithPth, "editable_wheel": EditableWithPth})
+setup(cmdclass={"build_py": Build, "editable_wheel": EditableWithPth})

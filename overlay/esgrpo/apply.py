@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,10 @@ EXIT_CODES = """exit codes:
   0 done, or nothing to do       2 usage                                         3 unknown upstream
   4 touched files are modified   5 does not apply (a file is missing, ...)       6 hash mismatch, nothing was changed"""
 STAGING = ".esgrpo-apply"
-PATCHES = Path(__file__).resolve().parents[2] / "patches"
+PACKAGE = Path(__file__).resolve().parent
+# a wheel carries them in the package, a checkout at its top
+PATCHES = next((p for p in (PACKAGE / "patches", PACKAGE.parents[1] / "patches") if p.is_dir()), PACKAGE / "patches")
+COMMAND = "python -m esgrpo.apply" if PATCHES.parent == PACKAGE else "./apply.sh"
 
 
 def git_apply(patch: Path, path: str, directory: Path, reverse: bool) -> None:
@@ -45,17 +49,20 @@ def git_apply(patch: Path, path: str, directory: Path, reverse: bool) -> None:
                          NOT_APPLICABLE)
 
 
-def _refuse_unless_clean(found: Survey) -> None:
-    """Missing and modified files end the run before anything is staged."""
+def _refuse_unless_clean(found: Survey, slugs: list[str]) -> None:
+    """Missing and modified files that the patches touch end the run before anything is staged."""
     name = found.patches.name
-    if found.missing:
-        raise PatchError(name, f"{', '.join(found.missing)} missing", "every touched file", "nothing was changed",
+    touched = {path for p in found.patches.patches if p.slug in slugs for path in p.files}
+    missing = [path for path in found.missing if path in touched]
+    edited = {path: blob for path, blob in found.edited.items() if path in touched}
+    if missing:
+        raise PatchError(name, f"{', '.join(missing)} missing", "every touched file", "nothing was changed",
                          "use a git checkout: this distribution does not carry the file", NOT_APPLICABLE)
-    if found.edited:
-        crlf = sorted(path for path, blob in found.edited.items() if blob == "CRLF")
+    if edited:
+        crlf = sorted(path for path, blob in edited.items() if blob == "CRLF")
         todo = ("git config core.autocrlf false, then check the files out again" if crlf
                 else "git stash or restore them; --status lists the state of each patch")
-        what = f"CRLF line ends in {', '.join(crlf)}" if crlf else f"modified: {', '.join(sorted(found.edited))}"
+        what = f"CRLF line ends in {', '.join(crlf)}" if crlf else f"modified: {', '.join(sorted(edited))}"
         raise PatchError(name, what, "the hashes in UPSTREAM", "nothing was changed", todo, MODIFIED)
 
 
@@ -125,9 +132,18 @@ def _staging(tree: Path, inside: bool):
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _writable(tree: Path, paths) -> None:
+def _replaceable(tree: Path, paths) -> None:
+    """Refuses what cannot be replaced as it is: links, since a link may lead into somebody else's tree, and what
+    is read-only."""
+    root = tree.resolve()
+    links = {path: (tree / path).resolve() for path in paths if (tree / path).resolve() != root / path}
+    if links:
+        what = ", ".join(f"{path} is a link to {target}" for path, target in links.items())
+        raise PatchError(str(tree), what, "files of this tree", "nothing was changed",
+                         "patch the tree that it leads to, or a copy without links (cp -rL)", NOT_APPLICABLE)
     blocked = [p for p in paths if (tree / p).exists() and not os.access(tree / p, os.W_OK)
                or not os.access(_existing(tree / p), os.W_OK)]
+    blocked += [] if os.access(tree, os.W_OK) else [str(tree)]  # the staging directory lies in it
     if blocked:
         raise PatchError(str(tree), f"{', '.join(blocked)} is read-only", "a writable tree", "nothing was changed",
                          "make it writable, or copy the checkout", NOT_APPLICABLE)
@@ -138,20 +154,30 @@ def _existing(path: Path) -> Path:
     return next(parent for parent in path.parents if parent.is_dir())
 
 
+def _keep_owner_and_mode(new: Path, old: Path) -> None:
+    """git writes 644 or 755, and as whoever runs it; the file stays what it was."""
+    if old.exists():
+        before = old.stat()
+        if (before.st_uid, before.st_gid) != (new.stat().st_uid, new.stat().st_gid):
+            with contextlib.suppress(OSError):  # only root can give files away
+                os.chown(new, before.st_uid, before.st_gid)
+        os.chmod(new, stat.S_IMODE(before.st_mode))
+
+
 def change(found: Survey, tree: Path, slugs: list[str], *, reverse: bool, check: bool) -> int:
     """Apply or reverse `slugs`; `check` only tries. Returns the number of files that differ. Raises PatchError."""
-    _refuse_unless_clean(found)
+    _refuse_unless_clean(found, slugs)
     goal = _target(found, slugs, reverse)
     if not goal:
         return 0
-    if not check:
-        _writable(tree, goal)
+    _replaceable(tree, goal)
     with _staging(tree, inside=not check) as staging:
         _stage(found, goal, tree, staging)
         if not check:
             for path in goal:
                 new, old = staging / path, tree / path
                 if new.exists():
+                    _keep_owner_and_mode(new, old)
                     old.parent.mkdir(parents=True, exist_ok=True)
                     os.replace(new, old)
                 else:
@@ -190,7 +216,7 @@ def _tree(options) -> Path:
         return Path(spec.origin).parent.parent
     if options.checkout is None:
         raise PatchError("apply.sh", "no CHECKOUT", "the root of a checkout", "nothing was changed",
-                         "./apply.sh --help", USAGE)
+                         f"{COMMAND} --help", USAGE)
     tree = Path(options.checkout)
     if not tree.is_dir():
         raise PatchError("apply.sh", f"{tree} is no directory", "the root of a checkout", "nothing was changed",
@@ -210,7 +236,7 @@ def _chosen(found: Survey, only: str | None) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="apply.sh", description=__doc__.splitlines()[0], epilog=EXIT_CODES,
+    top = argparse.ArgumentParser(prog=COMMAND, description=__doc__.splitlines()[0], epilog=EXIT_CODES,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     action = top.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="say whether it would apply; change nothing")
@@ -225,6 +251,9 @@ def parser() -> argparse.ArgumentParser:
 
 def act(options) -> None:
     sets = patchset.load_all(PATCHES)
+    if not sets:
+        raise PatchError("apply.sh", f"no patch set in {PATCHES}", "the patches of a checkout or a wheel of esgrpo",
+                         "nothing was changed", "run ./apply.sh of a checkout of this project", USAGE)
     if options.list:
         return _print_list(sets)
     tree = _tree(options)
@@ -235,7 +264,7 @@ def act(options) -> None:
     print(f"esgrpo: {found.patches.name} at {tree}: {found.series_state}", flush=True)
     changed = change(found, tree, slugs, reverse=options.reverse, check=options.check)
     if options.check:
-        print(f"esgrpo: applies: {changed} files would change; next: ./apply.sh {shlex.quote(str(tree))}")
+        print(f"esgrpo: applies: {changed} files would change; next: {COMMAND} {shlex.quote(str(tree))}")
         return None
     state = patchset.survey(found.patches, tree).series_state
     done = "taken out" if options.reverse else "applied"

@@ -7,7 +7,9 @@ unpacked: compiled parts are of no use to a fingerprint or a patch.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -82,12 +84,27 @@ def _from_git(version: str, tree: Path) -> None:
         tar.extractall(tree, filter="data")
 
 
+def _pip() -> list[str]:
+    """A pip that can download: of this environment, else one that uv brings (its environments have none), else any
+    on PATH, since only text is unpacked. Raises Unavailable."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    uv = shutil.which("uv")
+    if uv is not None:
+        return [uv, "tool", "run", "--quiet", "--python", sys.executable, "pip"]
+    pip = shutil.which("pip")
+    if pip is not None:
+        return [pip]
+    raise Unavailable("drift", f"{sys.prefix} has no pip, and PATH neither uv nor pip", "one of them, to download a "
+                      "wheel", "nothing was downloaded", "install pip or uv, or use another interpreter")
+
+
 def _download(upstream: str, version: str, directory: Path) -> Path:
     """The wheel of the release, for this machine or else for any Linux."""
-    problem = ""
+    problem, pip = "", _pip()
     for name in DISTRIBUTIONS.get(upstream, (upstream,)):
         for machine in ([], _ANY_LINUX):
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+            command = [*pip, "download", "--quiet", "--disable-pip-version-check", "--no-deps",
                        "--only-binary=:all:", *machine, "--dest", str(directory), f"{name}=={version}"]
             result = subprocess.run(command, capture_output=True, text=True)
             found = sorted(directory.glob("*")) if directory.is_dir() else []

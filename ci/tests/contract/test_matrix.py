@@ -158,6 +158,32 @@ def test_drift_counts_the_hooks_of_the_testbed_where_it_is_used(trees, tmp_path,
     assert drift.main(["vllm==0.28.1"]) == 1
 
 
+@pytest.mark.parametrize("present, used", [(["uv", "pip"], "uv"), (["pip"], "pip"), ([], None)])
+def test_a_download_without_pip_in_this_environment(tmp_path, monkeypatch, present, used):
+    """uv's environments have none. The programs on PATH write down how they were called and make the wheel."""
+    for name in present:
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!{sys.executable}\nimport sys, zipfile\n"
+                           f"open({str(tmp_path / 'asked')!r}, 'w').write(' '.join(sys.argv))\n"
+                           "directory = sys.argv[sys.argv.index('--dest') + 1]\nimport os\nos.makedirs(directory)\n"
+                           "zipfile.ZipFile(directory + '/up.whl', 'w').writestr('up/__init__.py', '')\n")
+        program.chmod(0o755)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(drift.upstreams.importlib.util, "find_spec",
+                        lambda name, *rest: None if name == "pip" else real(name, *rest))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("ESGRPO_CACHE", str(tmp_path / "cache"))
+    if used is None:
+        with pytest.raises(drift.upstreams.Unavailable, match="neither uv nor pip"):
+            drift.upstreams.sources("up", "1.0")
+        return
+    assert (drift.upstreams.sources("up", "1.0") / "up" / "__init__.py").exists()
+    asked = (tmp_path / "asked").read_text()
+    assert asked.startswith(str(tmp_path / "bin" / used)) and asked.endswith("up==1.0")
+    assert ("tool run --quiet --python" in asked) == (used == "uv")
+
+
 def test_the_reference_is_the_nearest_tested_release_first():
     known = {"0.8.0": "", "0.9.1": "", "0.9.1+series": "", "0.10.0": ""}
     assert drift.tested_references(known, "0.9.5") == ["0.9.1", "0.8.0", "0.10.0"]

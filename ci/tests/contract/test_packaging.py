@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 PYENV = Path.home() / ".pyenv" / "versions"
-SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "LICENSE", "README.md", "overlay")
+SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "LICENSE", "README.md", "overlay", "patches")
 ASK = "import sys; print('esgrpo.engine' in sys.modules and sys.modules['esgrpo.engine']._booted)"
 
 
@@ -109,6 +109,8 @@ def test_wheel_install(wheel, tmp_path, python):
     inside = fresh(tmp_path / "venv", python)
     install(inside, wheel)
     assert_works(inside)
+    listed = checked(inside, "-m", "esgrpo.apply", "--list")
+    assert "verl v0.9.1" in listed and "  resume-without-sleep: " in listed
     checked(sys.executable, "-m", "pip", "--python", inside, "uninstall", "--yes", "--quiet", "esgrpo")
     assert not list((tmp_path / "venv").rglob("esgrpo*"))
     assert command(inside, "-c", ASK, ESGRPO_ENABLE="1").stderr == ""
@@ -143,6 +145,12 @@ def test_every_package_is_in_the_wheel(wheel, root):
     package = root / "overlay" / "esgrpo"
     for path in (*package.rglob("*.py"), *package.rglob("*.toml")):
         assert path.relative_to(root / "overlay").as_posix() in files
+
+
+def test_the_patches_are_in_the_wheel(wheel, root):
+    files = names(wheel)[0]
+    for path in (path for path in (root / "patches").rglob("*") if path.is_file()):
+        assert f"esgrpo/patches/{path.relative_to(root / 'patches').as_posix()}" in files
 
 
 def test_the_editable_wheel_records_its_pth(source, tmp_path):

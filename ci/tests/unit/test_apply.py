@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -152,10 +153,56 @@ def test_read_only_tree(tree, capsys, monkeypatch):
     assert code == 5 and "read-only" in out and content(tree) == before
 
 
-def test_file_mode_is_kept(tree, capsys):
-    (tree / "pkg/b.py").chmod(0o755)
-    assert run(capsys, tree)[0] == 0
-    assert stat.S_IMODE((tree / "pkg/b.py").stat().st_mode) == 0o755
+def test_check_of_a_read_only_tree_says_so(tree, capsys, monkeypatch):
+    real = os.access
+    monkeypatch.setattr(apply.os, "access", lambda path, mode: mode != os.W_OK and real(path, mode))
+    code, out = run(capsys, "--check", tree)
+    assert code == 5 and "read-only" in out and "applies" not in out
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o600, 0o664])
+def test_file_mode_is_kept(tree, capsys, mode):
+    (tree / "pkg/b.py").chmod(mode)
+    for arguments in ([tree], ["--reverse", tree]):
+        assert run(capsys, *arguments)[0] == 0
+        assert stat.S_IMODE((tree / "pkg/b.py").stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("flag", [[], ["--check"]])
+def test_a_link_is_neither_followed_nor_replaced(tree, tmp_path, capsys, flag):
+    """It may lead into a cache that other environments share."""
+    (tree / "pkg/b.py").rename(tmp_path / "shared.py")
+    (tree / "pkg/b.py").symlink_to(tmp_path / "shared.py")
+    before = content(tree)
+    code, out = run(capsys, *flag, tree)
+    assert code == 5 and f"pkg/b.py is a link to {tmp_path / 'shared.py'}" in out and out.count("wanted") == 1
+    assert content(tree) == before and (tree / "pkg/b.py").is_symlink()
+    assert run(capsys, "--only", "change-last-line", tree)[0] == 0  # touches pkg/a.py alone
+
+
+def test_only_asks_for_the_files_of_its_patches(tree, capsys):
+    (tree / "pkg/b.py").write_text("mine\n")
+    code, out = run(capsys, "--only", "change-first-line", tree)
+    assert code == 4 and "pkg/b.py" in out
+    assert run(capsys, "--only", "change-last-line", tree)[0] == 0
+    assert run(capsys, "--reverse", "--only", "change-last-line", tree)[0] == 0
+    (tree / "pkg/b.py").unlink()
+    assert run(capsys, "--only", "change-last-line", tree)[0] == 0
+    assert run(capsys, "--only", "change-first-line", tree)[0] == 5
+
+
+def test_without_patches_it_says_where_they_are(tree, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(apply, "PATCHES", tmp_path / "nowhere")
+    for arguments in (["--list"], ["--check", tree]):
+        code, out = run(capsys, *arguments)
+        assert code == 2 and "no patch set in" in out and "checkout of this project" in out
+
+
+def test_the_readme_has_every_exit_code(root):
+    codes = (apply.USAGE, apply.UNKNOWN, apply.MODIFIED, apply.NOT_APPLICABLE, apply.MISMATCH)
+    for name, first, mark in (("README.md", "Exit codes: 0 ", "; "), ("README_zh.md", "退出码：0 ", "；")):
+        text = (root / name).read_text(encoding="utf-8").replace("\n", " ").partition(first)[2]
+        assert text and all(re.search(f"{mark} ?{code} ", text) for code in codes), name
 
 
 def test_damaged_patch_changes_nothing(tree, patches, tmp_path, capsys, monkeypatch):
