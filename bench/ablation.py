@@ -58,7 +58,7 @@ def arms(segment_length: int) -> dict[str, list[str]]:
         "static": switches("profile=static", length),
         "A routing": switches(*on, HISTORY, "routing.enable"),
         "B soft": switches(*on),
-        "C pruning": switches(*on, HISTORY, *LOOPS, "prune.hopeless", "prune.resolved.enable", "prune.audit.enable"),
+        "C pruning": switches(*on, HISTORY, *LOOPS, "prune.resolved.enable", "prune.audit.enable"),
         "C sampler": switches(*on, HISTORY, "sampler.enable"),
         "D elastic": switches(*on, HISTORY, "elastic.enable"),
         "keep": switches(*on, "sync.requests=keep"),

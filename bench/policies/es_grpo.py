@@ -208,7 +208,7 @@ class EsGrpo(Policy):
         self.now = now
         capped = sample.tokens >= self.limits.cap
         self.leave(sample, replica, sample.tokens, FINISHED, (sample.tokens, sample.correct, capped),
-                   Finished(sample.tokens, sample.correct, float(sample.correct), capped))
+                   Finished(sample.tokens, sample.correct, float(sample.correct)))
 
     def aborted(self, sample, replica, tokens, now):
         """Only pruning stops a response here."""

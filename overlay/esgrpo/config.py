@@ -80,7 +80,6 @@ class Audit:
 @dataclass(frozen=True)
 class Prune:
     repetition: Repetition = field(default_factory=Repetition)
-    hopeless: bool = _flag(False, "prune a response that cannot end within the response budget any more")
     resolved: Resolved = field(default_factory=Resolved)
     audit: Audit = field(default_factory=Audit)
     finish_group_after: int = _number(
@@ -178,7 +177,7 @@ class Segment:
     @property
     def prunes(self) -> bool:
         prune = self.prune
-        return self.enable and (prune.repetition.enable or prune.hopeless or self.weighted)
+        return self.enable and (prune.repetition.enable or self.weighted)
 
     @property
     def keeps(self) -> bool:
@@ -202,13 +201,18 @@ PROFILES: dict[str, dict] = {
         "routing": {"enable": True},
         "elastic": {"enable": True},
         # loops are trained as the failures that they are: masked, they would never be unlearned
-        "prune": {"repetition": {"enable": True, "keep_row": True}, "hopeless": True, "resolved": {"enable": True},
+        "prune": {"repetition": {"enable": True, "keep_row": True}, "resolved": {"enable": True},
                   "audit": {"enable": True}},
         "sampler": {"enable": True},
         "sync": {"requests": "keep"},
         "token_outputs": True,
     },
 }
+
+
+# Keys that were there once, and why they are not any more.
+REMOVED = {f"{PREFIX}.prune.hopeless": "drop it: it never pruned anything, because no forecast exceeds the budget; "
+                                       "prune.resolved and prune.repetition are the rules that act"}
 
 
 def _merged(below: Mapping, above: Mapping) -> dict:
@@ -260,6 +264,9 @@ def _build(cls, values, path: str):
     fields = {f.name: f for f in dataclasses.fields(cls)}
     arguments = {}
     for key, value in values.items():
+        if f"{path}.{key}" in REMOVED:
+            raise ConfigError(f"{path}.{key}", f"{value!r}", "no such key", "the run does not start",
+                              REMOVED[f"{path}.{key}"])
         if key not in fields:
             close = difflib.get_close_matches(str(key), fields, 1, cutoff=0.0)
             raise ConfigError(f"{path}.{key}", f"unknown key with value {value!r}", f"one of {', '.join(fields)}",

@@ -199,3 +199,9 @@ def test_frozen():
 ])
 def test_features(values, loss_mode, names):
     assert config.features(parse(values), loss_mode) == frozenset(names.split())
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_removed_key_is_refused_with_what_it_was(value):
+    said = refusal({"enable": True, "prune": {"hopeless": value}})
+    assert "\n" not in said and "prune.hopeless" in said and "never pruned anything" in said

@@ -48,13 +48,6 @@ def test_correctness_is_the_one_that_the_losses_use(acc, score):
     assert pruning.is_correct(score, acc, 0.5) == bool(wanted[0])
 
 
-def test_hopeless_claims_only_what_the_lower_bound_says():
-    assert pruning.hopeless(None, 100) is None
-    assert pruning.hopeless({**SURE, "known": False, "low": 500.0}, 100) is None
-    assert pruning.hopeless({**SURE, "low": 100.0}, 100) is None
-    assert pruning.hopeless({**SURE, "low": 400.0}, 100) == 0.25
-
-
 def test_enough_falls_with_every_member_that_finished():
     answers = [True, False, True, True, False, True, True, True]
     assert pruning.enough(answers[:3], GROUP, 0) is None and pruning.enough(answers[:3], GROUP, 4) is None
@@ -208,13 +201,6 @@ def test_which_groups_are_null():
     assert not null(row(), row(), exempted)  # nobody was pruned
     assert not null(row(), row(), {**pruned, "rule": "enough"})
     assert null(row(), row(), pruned, loop) and not null(row(), row(), pruned, loop, loops=True)  # a trained loop
-
-
-def test_without_an_audit_only_the_hopeless_rule_acts():
-    chosen = GroupPruner(config.parse({"enable": True, "prune": {"hopeless": True}}), None, 100)
-    chosen.watch("g", 4, {**SURE, "low": 400.0})
-    decided = chosen.checkpoint("g", {1: 5, 2: 7})
-    assert all(item.verdict.prune and item.verdict.pi == 1.0 for item in decided.values()) and len(decided) == 2
 
 
 def test_the_same_seed_gives_the_same_verdicts():

@@ -19,7 +19,6 @@ class Finished:
     tokens: int
     correct: bool
     score: float
-    capped: bool = False  # ended by the budget
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class GroupPruner:
     that was fixed before its coin, and 1 if it never was a candidate.
     """
 
-    def __init__(self, settings: config.Segment, audit: Audit | None, budget: int):
+    def __init__(self, settings: config.Segment, audit: Audit, budget: int):
         self.prune, self.audit, self.budget = settings.prune, audit, budget
         self.calibration = pruning.LengthCalibration()
         self.groups: dict[str, Watched] = {}
@@ -83,8 +82,7 @@ class GroupPruner:
         if watched is None or len(watched.finished) + len(watched.removed) >= watched.size:
             return False
         rules = self.prune
-        return ((rules.hopeless and pruning.hopeless(watched.forecast, self.budget) is not None)
-                or (rules.resolved.enable and watched.agreed() is not None)
+        return ((rules.resolved.enable and watched.agreed() is not None)
                 or watched.enough(self.prune.finish_group_after) is not None)
 
     def ended(self, group: str, member: int, ending: Finished | None, by_rule: bool = False) -> None:
@@ -111,8 +109,6 @@ class GroupPruner:
 
     @staticmethod
     def _was_false(watched: Watched, member: int, rule: str, ending: Finished) -> bool:
-        if rule == pruning.HOPELESS:
-            return not ending.capped
         if rule == pruning.ENOUGH:
             return ending.correct
         return ending.correct != watched.seen[member][2]
@@ -132,8 +128,6 @@ class GroupPruner:
         return new
 
     def _decide(self, group: str, watched: Watched, member: int, rule: str, score: float) -> Verdict:
-        if self.audit is None:  # a sample rule that nobody audits
-            return Verdict(True, 1.0, rule, "rule")
         others = watched.size - watched.pruned - len(watched.removed) - 1
         return self.audit.decide(Candidate(group, member, rule, watched.size, watched.pruned, others, score))
 
@@ -144,15 +138,13 @@ class GroupPruner:
         def propose(rule: str, score: float | None) -> None:
             if score is None or not open_:
                 return
-            if self.audit is not None and score > self.audit.scale(rule):
+            if score > self.audit.scale(rule):
                 self.audit.passed_by(rule)
                 return
             for member in open_:
                 found.setdefault(member, (rule, score))
 
-        if self.prune.hopeless:
-            propose(pruning.HOPELESS, pruning.hopeless(watched.forecast, self.budget))
-        if self.prune.resolved.enable and self.audit is not None:
+        if self.prune.resolved.enable:
             propose(pruning.RESOLVED, self._resolved(watched, running))
         propose(pruning.ENOUGH, watched.enough(self.prune.finish_group_after))
         return dict(sorted(found.items()))
@@ -201,8 +193,7 @@ class GroupPruner:
     def close(self, group: str) -> None:
         """The last member has left."""
         self.groups.pop(group, None)
-        if self.audit is not None:
-            self.audit.forget(group)
+        self.audit.forget(group)
 
 
 def _pivot(rewards: list[float]) -> float:

@@ -2,7 +2,6 @@
 
 A score lies in [0, 1]; `esgrpo.algo.audit` decides which scores are acted on. "False prune", per rule:
 
-    hopeless  the response ended by itself within the budget
     resolved  the response differs in correctness from the members that had finished when it became a candidate
     enough    the response is correct (a late bloomer)
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-HOPELESS, RESOLVED, ENOUGH = "hopeless", "resolved", "enough"
+RESOLVED, ENOUGH = "resolved", "enough"
 LEAST_FINISHED = 2  # one finished member agrees with itself
 BOTH_SIGNS = 2  # right and wrong answers: what a group needs for a gradient
 UNINFORMED = (1.0, 1.0)  # Beta prior of a prompt without history: uniform
@@ -34,20 +33,6 @@ def is_correct(score: float, acc, success_threshold: float) -> bool:
     if verdict is None or verdict != verdict:  # NaN differs from itself
         verdict = score
     return verdict if isinstance(verdict, bool) else verdict >= success_threshold
-
-
-def hopeless(forecast: dict | None, budget: int) -> float | None:
-    """A response that cannot end within the budget (tokens): budget / low when the forecast's lower bound is above it.
-
-    Claimed is this and no more: at least 90 % of this prompt's responses, by its own history, are longer than the
-    budget (low is the lower end of an 80 % interval). A condition on the tokens so far only strengthens it, because
-    P(L <= budget | L > tokens) <= P(L <= budget), so tokens do not enter: what is left of the budget is below the
-    shortest remainder, low - tokens, exactly when budget < low. A prompt without history is never hopeless, and a
-    history that was recorded under the same budget cannot make it so unless it extrapolates beyond capped lengths.
-    """
-    if not forecast or not forecast.get("known") or forecast["low"] <= budget:
-        return None
-    return budget / forecast["low"]
 
 
 def enough(correct: Sequence[bool], size: int, finish_after: int) -> float | None:

@@ -84,10 +84,9 @@ def _pruning(config, segment: Segment):
     """What weights for pruned rows need: a fixed denominator and a loss that is proportional to the advantage."""
     actor = config.actor_rollout_ref.actor
     legacy = "compute_prox_log_prob" in (config.get("async_training") or {})  # verl 0.7.0
-    for key, on in (("audit.enable", segment.weighted), ("hopeless", segment.enable and segment.prune.hopeless)):
-        if legacy and on:
-            _refuse(f"{PREFIX}.prune.{key}", True, "False with verl 0.7.0", "its agent loops ask no replica for "
-                    "progress and its estimator gets no weights: switch the rule off, or use verl 0.9.1")
+    if legacy and segment.weighted:
+        _refuse(f"{PREFIX}.prune.audit.enable", True, "False with verl 0.7.0", "its agent loops ask no replica for "
+                "progress and its estimator gets no weights: switch the rules off, or use verl 0.9.1")
     if not segment.weighted:
         return
     loss_mode = actor.policy_loss.get("loss_mode", "vanilla")

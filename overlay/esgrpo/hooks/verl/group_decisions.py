@@ -1,7 +1,7 @@
 """Group rules in an agent-loop worker: tells the pruner of endings, asks replicas for progress, carries verdicts out.
 
-Called by `group_members`. Nothing happens without a rule that needs it (`segment.prune.hopeless`, or audited group
-rules), and nothing where rewards are not computed in the agent loop: no rule can judge a group without them.
+Called by `group_members`. Nothing happens without audited group rules, and nothing where rewards are not computed in
+the agent loop: no rule can judge a group without them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def pruner_of(worker):
 
     if not hasattr(worker, "esgrpo_pruner"):
         settings = config.current()
-        wanted = settings.enable and (settings.weighted or settings.prune.hopeless)
-        worker.esgrpo_pruner = _make(worker, settings) if wanted else None
+        worker.esgrpo_pruner = _make(worker, settings) if settings.weighted else None
     return worker.esgrpo_pruner
 
 
@@ -34,12 +33,9 @@ def _make(worker, settings):
     from esgrpo.algo.group_pruning import GroupPruner
     from esgrpo.hooks.verl import state_files
 
-    audit = None
-    if settings.weighted:
-        audit = Audit(settings.prune.audit, random.Random(f"{settings.seed}-{_index(worker)}"))
+    audit = Audit(settings.prune.audit, random.Random(f"{settings.seed}-{_index(worker)}"))
     pruner = GroupPruner(settings, audit, worker.rollout_config.response_length)
-    if audit is not None:
-        state_files.restored("prune-audit", _file(worker), pruner.restore)
+    state_files.restored("prune-audit", _file(worker), pruner.restore)
     return pruner
 
 
@@ -58,7 +54,7 @@ async def save(worker) -> None:
     from esgrpo.hooks.verl import state_files
 
     pruner = pruner_of(worker)
-    if pruner is None or pruner.audit is None:
+    if pruner is None:
         return
     file, state = _file(worker), pruner.to_state()
     if file is None or state == getattr(worker, "esgrpo_audit_saved", None):
@@ -107,8 +103,7 @@ def _finished(worker, member, output):
     if score is None:
         return None
     correct = is_correct(score, acc, config.current().success_threshold)
-    capped = member.tokens >= worker.rollout_config.response_length
-    return Finished(member.tokens, correct, float(score), capped)
+    return Finished(member.tokens, correct, float(score))
 
 
 def reward_of(output) -> tuple:
@@ -153,6 +148,6 @@ async def progress(servers, group: str) -> dict[int, int]:
 def report(worker, member) -> dict:
     """What the audit knows of a candidate's rule now, for its summary; it travels with the row to the trainer."""
     pruner = pruner_of(worker)
-    if pruner is None or pruner.audit is None or member.decision is None:
+    if pruner is None or member.decision is None:
         return {}
     return {"audit": pruner.audit.report(member.decision["rule"])}
