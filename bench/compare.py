@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
-from esgrpo.hooks.verl.records import read
+from esgrpo.records import read
 from esgrpo.report import runs
 
 TARGET_GAIN = 0.1

@@ -42,7 +42,7 @@ from bench import ablation, arm, compare, stack
 from bench.quickstart import ROOT, TESTBED, common_overrides, say
 from bench.startup import commit
 from bench.testbed.task import MAX_RESPONSE_TOKENS, TASKS
-from esgrpo.hooks.verl.records import read
+from esgrpo.records import read
 from esgrpo.report.tables import spread
 
 ACTOR, REWARD = "actor_rollout_ref.actor", "+reward.reward_kwargs"
@@ -204,7 +204,7 @@ def collect(runs: list[tuple[Cell, str, int]], options) -> tuple[dict, dict, lis
         try:
             if is_over(run_dir, overrides(cell, name, seed, run_dir, options)):
                 found[label][seed], curves[label][seed] = measures(cell, run_dir)
-        except (OSError, LookupError, ValueError) as error:  # a killed run may leave half a line
+        except (OSError, LookupError, ValueError) as error:
             cause = f"{cause}, {type(error).__name__} in its records"
         numbers = found[label].get(seed, {"crashed": True, "optimiser steps": 0})
         if numbers["crashed"] or numbers["optimiser steps"] < options.steps:

@@ -111,7 +111,7 @@ def test_the_penalty_makes_rewards_of_correct_samples_differ(manager):
 def test_an_overlong_response_is_recorded_with_its_penalty(manager, monkeypatch, tmp_path):
     """verl leaves a tensor as its score, under which the whole group used to fail; a short one's is a float."""
     from esgrpo.hooks.verl import group_decisions
-    from esgrpo.hooks.verl.records import read
+    from esgrpo.records import read
 
     scores = {tokens: scored(manager, tokens)["reward_score"] for tokens in (40, 90)}
     with pytest.raises(TypeError):  # the control: what a record makes of it

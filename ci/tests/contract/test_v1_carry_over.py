@@ -17,7 +17,7 @@ import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import Trainer  # noqa: E402
 from esgrpo.hooks.verl import v1_carry_checkpoint, v1_carry_over, v1_failure, v1_reissued  # noqa: E402
-from esgrpo.hooks.verl.records import read  # noqa: E402
+from esgrpo.records import read  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -189,10 +189,12 @@ def test_a_step_saves_the_history_and_logs_the_sampler(prepared, tmp_path):
     from verl.trainer.ppo.v1 import trainer_base
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+    from esgrpo import records
+
     owners.hooked(prepared, trainer_base.PPOTrainer, "_consume_sync_metrics", "v1_prompt_steps")
     trainer = owners.bare(PPOTrainerSync, config=owners.settings(), _pending_sync_metrics={"verl": 1.0})
     owners.mixed(owners.history_of(trainer), [1])
     prepared.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     trainer.esgrpo_prompt_order = SimpleNamespace(prompts=SimpleNamespace(metrics=lambda: {"coverage": 0.5}))
     assert trainer._consume_sync_metrics() == {"verl": 1.0, "esgrpo/sampler/coverage": 0.5}
-    assert owners.key(1) in str(json.loads((tmp_path / "esgrpo" / "history.json").read_text()))
+    assert records.flush() and owners.key(1) in str(json.loads((tmp_path / "esgrpo" / "history.json").read_text()))

@@ -99,7 +99,7 @@ def trained(queue, monkeypatch, tmp_path, hooked: bool, change=lambda queue: Non
     """verl's own _compute_metrics on a sampled batch; returns (records of trained rows, metrics)."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    from esgrpo.hooks.verl.records import read
+    from esgrpo.records import read
 
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     monkeypatch.setattr(v1_trained_rows, "windows", lambda trainer: {"esgrpo/bubble_rate": 0.5})

@@ -20,7 +20,7 @@ from ci.tests.e2e.test_fully_async import (
     metrics_of,
     overrides,
 )
-from esgrpo.hooks.verl.records import read
+from esgrpo.records import read
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 

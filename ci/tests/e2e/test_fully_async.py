@@ -19,7 +19,7 @@ import pytest
 
 from bench import arm, stack
 from bench.testbed import make_data
-from esgrpo.hooks.verl.records import read
+from esgrpo.records import read
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 

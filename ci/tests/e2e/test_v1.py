@@ -15,7 +15,7 @@ import pytest
 from bench import arm, stack
 from bench.testbed import make_data
 from ci.tests.e2e.test_fully_async import EXACT_KL, ROOT, SEGMENT, metrics_of, stragglers
-from esgrpo.hooks.verl.records import read
+from esgrpo.records import read
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 

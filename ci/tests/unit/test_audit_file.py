@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from esgrpo import config
+from esgrpo import config, records
 from esgrpo.algo.group_pruning import Finished
 from esgrpo.hooks.verl import group_decisions
 
@@ -52,7 +51,8 @@ def rate(worker_) -> tuple[int, int]:
 def test_a_restarted_worker_goes_on_with_its_window(run_dir):
     first = worker()
     learn(first, "a")
-    asyncio.run(group_decisions.save(first))
+    group_decisions.save(first)
+    assert records.flush()
     assert rate(worker()) == rate(first) == (1, 2)
     assert rate(worker(1)) == (0, 0)  # another worker has its own; and so would a restart without the file
     assert [path.name for path in run_dir.iterdir()] == [FILE]
@@ -60,16 +60,19 @@ def test_a_restarted_worker_goes_on_with_its_window(run_dir):
 
 def test_nothing_is_written_without_news(run_dir):
     first = worker()
-    asyncio.run(group_decisions.save(first))
+    group_decisions.save(first)
+    assert records.flush()
     (run_dir / FILE).unlink()
-    asyncio.run(group_decisions.save(first))
+    group_decisions.save(first)
+    assert records.flush()
     assert not (run_dir / FILE).exists()
 
 
 def test_what_the_length_calibration_has_learned_comes_back_too(run_dir, monkeypatch):
     first = worker()
     group_decisions.pruner_of(first).calibration.learn(0.1, 2.0, True, 1.0)
-    asyncio.run(group_decisions.save(first))
+    group_decisions.save(first)
+    assert records.flush()
     again, found = group_decisions.pruner_of(worker()), group_decisions.pruner_of(first)
     assert (again.calibration.intercept, again.calibration.slope) == (
         found.calibration.intercept, found.calibration.slope)
@@ -80,7 +83,8 @@ def test_what_the_length_calibration_has_learned_comes_back_too(run_dir, monkeyp
 def test_what_cannot_be_understood_is_set_aside_and_said(run_dir, capsys, damage):
     first = worker()
     learn(first, "a")
-    asyncio.run(group_decisions.save(first))
+    group_decisions.save(first)
+    assert records.flush()
     file = run_dir / FILE
     file.write_text(json.dumps(damage(json.loads(file.read_text()))))
     assert rate(worker()) == (0, 0) and file.with_name(FILE + ".unreadable-1").exists()
@@ -91,7 +95,8 @@ def test_outcomes_of_other_rules_prove_nothing(run_dir, monkeypatch, capsys):
     """A score is relative to what the rule allows: with another null_prob the same score is another case."""
     first = worker()
     learn(first, "a")
-    asyncio.run(group_decisions.save(first))
+    group_decisions.save(first)
+    assert records.flush()
     switch(monkeypatch, resolved={"enable": True, "null_prob": 0.3})
     assert rate(worker()) == (0, 0) and "null_prob" in capsys.readouterr().err
 
@@ -100,5 +105,6 @@ def test_without_a_run_directory_nothing_is_kept(run_dir, monkeypatch):
     monkeypatch.delenv("ESGRPO_RUN_DIR")
     first = worker()
     learn(first, "a")
-    asyncio.run(group_decisions.save(first))
+    group_decisions.save(first)
+    assert records.flush()
     assert rate(worker()) == (0, 0) and not run_dir.exists()

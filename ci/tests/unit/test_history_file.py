@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import stat
@@ -10,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from esgrpo import config
-from esgrpo.hooks.verl import prompt_history, state_files
+from esgrpo import config, records
+from esgrpo.hooks.verl import prompt_history
 
 
 @pytest.fixture
 def run_dir(monkeypatch, tmp_path):
+    monkeypatch.setattr(records, "_writer", records.Writer())  # what was said in another test is said again
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     monkeypatch.setenv(config.ENV_SEGMENT, '{"enable": true, "history": {"enable": true}}')
     return tmp_path
@@ -29,7 +29,8 @@ def test_saved_and_loaded_by_the_next_owner(run_dir):
     first = owner()
     assert prompt_history.history_of(first) is prompt_history.history_of(first)
     prompt_history.history_of(first).observe("a", [100] * 4, [True] * 4, [False] * 4, 3)
-    asyncio.run(prompt_history.save(first))
+    prompt_history.save(first)
+    assert records.flush()
     second = prompt_history.history_of(owner())
     alpha, beta = second.posterior("new")
     assert second.posterior("a", 3) == pytest.approx((alpha + 4, beta)) and second.budget == 512
@@ -53,14 +54,14 @@ def test_what_cannot_be_understood_is_kept_aside_and_said_once(run_dir, capsys, 
 
 def test_a_crash_while_writing_leaves_the_old_file(run_dir, monkeypatch):
     file = str(run_dir / "history.json")
-    state_files.write(file, {"old": 1})
+    records.write_whole(file, {"old": 1})
 
     def broken(*_):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError):
-        state_files.write(file, {"new": 1})
+        records.write_whole(file, {"new": 1})
     assert json.loads((run_dir / "history.json").read_text()) == {"old": 1}
     assert [path.name for path in run_dir.iterdir()] == ["history.json"]
 
@@ -69,7 +70,8 @@ def test_a_failed_save_costs_one_line_not_the_run(run_dir, capsys):
     (run_dir / "esgrpo").write_text("a file where the directory should be")
     first = owner()
     prompt_history.history_of(first)
-    asyncio.run(prompt_history.save(first))
+    prompt_history.save(first)
+    assert records.flush()
     assert capsys.readouterr().err.count(" | ") == 3
 
 
@@ -86,9 +88,11 @@ def test_without_a_run_directory_nothing_is_written(monkeypatch, tmp_path):
     monkeypatch.setenv(config.ENV_SEGMENT, '{"enable": true, "history": {"enable": true}}')
     first = owner()
     prompt_history.history_of(first)
-    asyncio.run(prompt_history.save(first))
+    prompt_history.save(first)
+    assert records.flush()
     named = tmp_path / "here" / "h.json"
     monkeypatch.setenv(config.ENV_SEGMENT, json.dumps(
         {"enable": True, "history": {"enable": True, "path": str(named)}}))
-    asyncio.run(prompt_history.save(first))
+    prompt_history.save(first)
+    assert records.flush()
     assert named.is_file() and stat.S_ISREG(named.stat().st_mode)

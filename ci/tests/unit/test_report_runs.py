@@ -92,7 +92,7 @@ def test_page_of_a_run_directory(run_dir):
     assert "Not in the record: command, commit, seed, device." in text
 
 
-def test_a_run_that_left_half_a_line_is_named(run_dir, tmp_path_factory):
+def test_half_a_line_of_a_killed_run_is_left_out_and_said(run_dir, tmp_path_factory):
     pytest.importorskip("matplotlib")
     both = tmp_path_factory.mktemp("runs")
     shutil.copytree(run_dir, both / "whole")
@@ -101,7 +101,8 @@ def test_a_run_that_left_half_a_line_is_named(run_dir, tmp_path_factory):
         file.write('{"time": 12')
     assert cli.main(["report", str(both)]) == 0
     text = (both / "report.md").read_text()
-    assert "|   | whole |" in text and "- killed: taken for 'run', but JSONDecodeError" in text
+    assert "|   | killed | whole |" in text and "killed: 1 rows were cut short" in text and "whole: 1" not in text
+    assert trace.write(both, both / "trace.json") > 0
 
 
 def test_trace_of_a_run_directory(run_dir):

@@ -230,11 +230,13 @@ def _runs(run_dirs: list[Path]) -> list[Record]:
         name = path.resolve().name
         try:
             found[name] = runs.condense(path)
-        except SHAPE_ERRORS as error:  # a killed run may leave half a line
+        except SHAPE_ERRORS as error:
             broken.append(unknown(Record(name, "run", {}), error))
     if not found:
         return broken
     commands = [f"{name}: {one['command']}" for name, one in found.items() if one["command"]]
     seeds = {seed for one in found.values() for seed in one["seeds"]}
+    torn = [f"{name}: {one['torn']} rows were cut short, as where a process is killed, and are left out"
+            for name, one in found.items() if one["torn"]]
     return [Record("run directories", "run", {"runs": found}, command="; ".join(commands), spread="one run each",
-                   seeds=tuple(sorted(seeds)), notes=(RUN_NOTE,)), *broken]
+                   seeds=tuple(sorted(seeds)), notes=(RUN_NOTE, *torn)), *broken]

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
-from esgrpo.hooks.verl.records import read
+from esgrpo.records import read, read_counted
 
 CAUSES = ("paused", "starved", "tail", "sync")  # of the bubble rate of a training run
+KINDS = ("responses", "trained", "replaced", "windows")
 BIN_S = 10.0
 BINS_PER_OCTAVE = 4  # of a histogram of lengths
 QUEUE_ORDER_MARGIN_S = 2.0  # between the end of a group's last response and its place in the queue
@@ -140,6 +141,7 @@ def condense(run_dir: Path) -> dict:
     return {
         "command": f"arm {arm['name']!r} of bench/arm.py, {len(overrides)} overrides in its arm.json" if arm else "",
         "seeds": [o.partition("=")[2] for o in overrides if o.startswith("data.seed=")],
+        "torn": sum(read_counted(str(run_dir), kind)[1] for kind in KINDS),
         "hooks": json.loads(hooks.read_text(encoding="utf-8")) if hooks.exists() else [],
         "curves": curves(training_reward(rows, start), windows, rows, start),
         "facts": {

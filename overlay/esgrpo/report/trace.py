@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from esgrpo.errors import EsgrpoError
-from esgrpo.hooks.verl.records import read
+from esgrpo.records import read
 from esgrpo.report import load, runs
 from esgrpo.report.files import write_whole
 

@@ -10,7 +10,7 @@ import dataclasses
 import time
 from dataclasses import dataclass, field
 
-from esgrpo import config
+from esgrpo import config, records
 from esgrpo.algo.segments import BODY, TAIL
 
 PAYLOAD = "esgrpo"
@@ -121,8 +121,9 @@ class Member:
                 "tokens_at_decision": decision.get("tokens")}
 
     def _ending(self) -> dict:
-        return {"group": self.group, "member": self.number, "outcome": self.outcome, "rule": self.rule,
-                "tokens": self.tokens, "attempts": self.attempts, "reprefill": self.reprefill,
+        return {**records.identity(), "records_dropped": records.dropped(), "group": self.group,
+                "member": self.number, "outcome": self.outcome, "rule": self.rule, "tokens": self.tokens,
+                "attempts": self.attempts, "reprefill": self.reprefill,
                 "boundaries": self.boundaries, "spans": self.spans, "places": self.places, "started": self.started,
                 "ended": time.time()}
 

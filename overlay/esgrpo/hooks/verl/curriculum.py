@@ -38,7 +38,7 @@ def _class():
         def update(self, batch) -> None:
             """verl calls this once per step with the rewarded batch."""
             from esgrpo.hooks.verl.legacy_prompt_outcomes import observe_batch
-            from esgrpo.hooks.verl.v1_prompt_steps import save
+            from esgrpo.hooks.verl.prompt_history import save
 
             uids = list(batch.non_tensor_batch["uid"])
             self.prompts.responses = len(uids) // len(set(uids))

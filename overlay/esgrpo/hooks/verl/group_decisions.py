@@ -47,11 +47,9 @@ def _file(worker) -> str | None:
     return history and f"{os.path.splitext(history)[0]}-audit-{_index(worker)}.json"
 
 
-async def save(worker) -> None:
-    """Write what the audit has learned since the last call, without holding up the event loop."""
-    import asyncio
-
-    from esgrpo.hooks.verl import state_files
+def save(worker) -> None:
+    """Have what the audit has learned since the last call written."""
+    from esgrpo import records
 
     pruner = pruner_of(worker)
     if pruner is None:
@@ -60,10 +58,7 @@ async def save(worker) -> None:
     if file is None or state == getattr(worker, "esgrpo_audit_saved", None):
         return
     worker.esgrpo_audit_saved = state
-    if not hasattr(worker, "esgrpo_audit_lock"):
-        worker.esgrpo_audit_lock = asyncio.Lock()
-    async with worker.esgrpo_audit_lock:  # in the order in which they were taken
-        await asyncio.to_thread(state_files.write_or_say, "prune-audit", file, state)
+    records.save(file, lambda: state)
 
 
 def _index(worker) -> int:

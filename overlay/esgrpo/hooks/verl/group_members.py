@@ -58,7 +58,7 @@ def collision(group: str):
 async def run_member(original, worker, group: str, args, kwargs, forecast=None):
     from esgrpo.algo.grouping import FAILED, FINISHED, PRUNED, GroupCollision
     from esgrpo.hooks.verl import attempts, group_decisions, segment_length
-    from esgrpo.hooks.verl.records import write
+    from esgrpo.records import write
 
     coordinator = coordinator_of(worker)
     size = worker.rollout_config.n
@@ -81,7 +81,7 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None):
         group_decisions.ended(worker, member, output)
     await group_decisions.checkpoint(worker, group)
     if group not in coordinator.groups:
-        await group_decisions.save(worker)
+        group_decisions.save(worker)
     await segment_length.after_leave(worker, group, coordinator, member)
     if output is None:  # verl's v1: v1-response-rows has put the summary into the row
         write("responses", {**member.summary(), "score": member.score})

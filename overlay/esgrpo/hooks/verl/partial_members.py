@@ -64,7 +64,7 @@ async def run_member(original, worker, group: str, given: dict, args, kwargs):
     from esgrpo.hooks.verl import attempts
     from esgrpo.hooks.verl.group_decisions import reward_of
     from esgrpo.hooks.verl.group_members import coordinator_of
-    from esgrpo.hooks.verl.records import write
+    from esgrpo.records import write
 
     member = _member(worker, group, given)
     worker.esgrpo_members[group, member.number] = member

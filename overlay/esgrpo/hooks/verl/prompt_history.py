@@ -26,12 +26,16 @@ FILE = "history.json"
 def build(original):
     @functools.wraps(original)
     async def fit(self, *args, **kwargs):
+        import asyncio
+
+        from esgrpo import records
         from esgrpo.hooks.verl.prompt_history import save
 
         try:
             return await original(self, *args, **kwargs)
         finally:
-            await save(self)
+            save(self)
+            await asyncio.to_thread(records.flush)  # the actor is killed soon after
 
     return fit
 
@@ -75,16 +79,10 @@ def load(file: str | None, budget: int = 0):
     return PromptHistory(segment.history, segment.routing, budget) if history is None else history
 
 
-async def save(owner) -> None:
-    """Write the history without holding up the event loop; a failed write costs the history, not the run."""
-    import asyncio
-
-    from esgrpo.hooks.verl import state_files
+def save(owner) -> None:
+    """Have the history written; a failed write costs the history, not the run."""
+    from esgrpo import records
 
     file, history = path(), getattr(owner, "esgrpo_history", None)
-    if file is None or history is None:
-        return
-    if not hasattr(owner, "esgrpo_history_lock"):
-        owner.esgrpo_history_lock = asyncio.Lock()
-    async with owner.esgrpo_history_lock:
-        await asyncio.to_thread(lambda: state_files.write_or_say("prompt-history", file, history.to_state()))
+    if file is not None and history is not None:
+        records.save(file, history.to_state)

@@ -67,7 +67,7 @@ def replace(rollouter, sample) -> bool:
     """True when the group is not to be put, and its place was given back."""
     from esgrpo.algo.pruning import is_resolved_null
     from esgrpo.hooks.verl import prune_metrics
-    from esgrpo.hooks.verl.records import write
+    from esgrpo.records import write
 
     batch = sample.full_batch
     rows = [row for row in batch.non_tensor_batch.get("esgrpo", ()) if row is not None]

@@ -6,7 +6,6 @@ cannot even import it, so a lost PYTHONPATH is an answer, too.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import Counter
@@ -104,12 +103,11 @@ def collect_and_check_v1(task_runner) -> list[dict]:
 
 
 def _write(reports: list[dict]) -> None:
-    directory = os.path.join(os.environ.get("ESGRPO_RUN_DIR", "."), "esgrpo")
-    os.makedirs(directory, exist_ok=True)
-    path = os.path.join(directory, "hooks.json")
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(reports, file, indent=1)
-    os.replace(path + ".new", path)
+    from esgrpo import records
+
+    path = os.path.join(os.environ.get("ESGRPO_RUN_DIR", "."), "esgrpo", "hooks.json")
+    records.save(path, lambda: reports, indent=1)
+    records.flush()  # a refusal ends this process
 
 
 def _check(reports: list[dict]) -> None:

@@ -39,7 +39,7 @@ async def metrics(rollouter, timing) -> dict[str, float]:
 
     from esgrpo.algo.accounting import bubble, sync_counts
     from esgrpo.hooks.verl import prompt_order
-    from esgrpo.hooks.verl.records import write
+    from esgrpo.records import dropped, write
 
     servers = [server for replica in rollouter.llm_server_manager.get_replicas() for server in replica.servers]
     windows = [w for ws in await asyncio.gather(*[s.esgrpo_take_windows.remote() for s in servers]) for w in ws]
@@ -49,4 +49,4 @@ async def metrics(rollouter, timing) -> dict[str, float]:
         write("windows", {**window, "rollouter_paused": paused})
     bubbles = {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate for name, rate in rates.items()}
     return {**bubbles, **{f"esgrpo/sync/{name}": value for name, value in sync_counts(windows).items()},
-            **prompt_order.metrics_of(rollouter)}
+            "esgrpo/records/dropped_by_rollouter": dropped(), **prompt_order.metrics_of(rollouter)}

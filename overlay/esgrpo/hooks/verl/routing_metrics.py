@@ -14,7 +14,7 @@ async def at_weight_version(rollouter) -> dict[str, float]:
 
         found.update({f"esgrpo/history/{name}": value for name, value in calibration_of(rollouter).metrics().items()})
         found["esgrpo/history/prompts"] = len(history_of(rollouter))
-        await save(rollouter)
+        save(rollouter)
     order = getattr(getattr(rollouter, "pending_queue", None), "order", None)
     if order is not None:
         found.update({f"esgrpo/routing/{name}": value for name, value in order.take_counts().items()})

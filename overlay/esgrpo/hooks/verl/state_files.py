@@ -1,4 +1,4 @@
-"""Files that outlive a run: written whole or not at all, set aside when they cannot be understood."""
+"""State files of an earlier run: set aside when they cannot be understood. `esgrpo.records` writes them."""
 
 from __future__ import annotations
 
@@ -45,30 +45,3 @@ def _set_aside(who: str, file: str) -> str:
         raise EsgrpoError(who, str(error), "a damaged state file that can be renamed",
                           "it would be overwritten, the run stops", f"move {file} away") from None
     return kept
-
-
-def write_or_say(who: str, file: str, state: dict) -> None:
-    """A failed write costs what would have been remembered, not the run."""
-    from esgrpo.errors import EsgrpoError
-
-    try:
-        write(file, state)
-    except OSError as error:
-        print(EsgrpoError(who, str(error), f"{file} written", "a restart would know less",
-                          "make room or set segment.history.path"), file=sys.stderr, flush=True)
-
-
-def write(file: str, state: dict) -> None:
-    """The old file or the new one, never a part. Raises OSError."""
-    os.makedirs(os.path.dirname(file), exist_ok=True)
-    scratch = f"{file}.new-{os.getpid()}"
-    try:
-        with open(scratch, "w", encoding="utf-8") as stream:
-            json.dump(state, stream, separators=(",", ":"))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(scratch, file)
-    except OSError:
-        if os.path.exists(scratch):
-            os.unlink(scratch)
-        raise

@@ -25,6 +25,7 @@ HOOK = Hook(
              "recipe.fully_async_policy.ray_trainer:compute_data_metrics"),
 )
 
+_dropped: dict[tuple, int] = {}  # records lost by the workers that made the responses, by node and pid
 _started = time.time()  # of the interval that the next batch's throughput is measured over
 
 
@@ -33,8 +34,8 @@ def build(original):
     def compute_data_metrics(*args, **kwargs):
         import inspect
 
-        from esgrpo.hooks.verl.records import write
         from esgrpo.hooks.verl.trained_rows import metrics, rows_of
+        from esgrpo.records import write
 
         result = original(*args, **kwargs)
         batch = inspect.signature(original).bind(*args, **kwargs).arguments["batch"]
@@ -66,7 +67,7 @@ def rows_of(batch) -> list[dict]:
 
 
 def metrics(rows: list[dict]) -> dict[str, float]:
-    from esgrpo import config, engine
+    from esgrpo import config, engine, records
     from esgrpo.algo.accounting import tail_ratio, token_balance
 
     global _started
@@ -76,9 +77,13 @@ def metrics(rows: list[dict]) -> dict[str, float]:
     spans = [len(row["spans"]) for row in rows]
     times = [row["ended"] - row["started"] for row in rows]
     facts = config.facts()
+    for row in rows:
+        worker = row.get("node"), row.get("pid")
+        _dropped[worker] = max(_dropped.get(worker, 0), row.get("records_dropped", 0))
     pois = {"esgrpo/pois/optimizer_steps_per_version": facts["optimizer_steps_per_version"]}
     return {
         **(pois if "pois" in engine.active_features() else {}),
+        "esgrpo/records/dropped": records.dropped() + sum(_dropped.values()),
         "esgrpo/prune/rate": sum(row["pruned"] for row in rows) / len(rows),
         "esgrpo/waste/pruned": balance["pruned"],
         "esgrpo/waste/zero_variance": balance["zero_variance"],

@@ -68,9 +68,9 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     """Tell the pool about one sampled batch; a group trained twice stops the run, what else is odd is said once."""
     from esgrpo.algo.carry_over import EMPTY, CarryOverError, Waiting
     from esgrpo.errors import EsgrpoError
-    from esgrpo.hooks.verl.records import write
     from esgrpo.hooks.verl.v1_failure import take_evicted
     from esgrpo.hooks.verl.v1_rows import final_keys, group_of, real_keys
+    from esgrpo.records import write
 
     buffer, version = trainer.replay_buffer, trainer.global_steps
     born = dict(buffer.prompt_global_steps[PARTITION])
@@ -120,16 +120,15 @@ def folder(trainer, step: int) -> str:
 
 
 def save(trainer) -> None:
-    """Write the pool into the folder of the checkpoint that is being saved, atomically."""
+    """Write the pool into the folder of the checkpoint that is being saved, which a slow disk does not hold up long."""
+    from esgrpo import records
+
     pool = getattr(trainer, "esgrpo_carry_over", None)
     if pool is None:
         return
-    directory = folder(trainer, trainer.global_steps)
-    os.makedirs(directory, exist_ok=True)
-    path = os.path.join(directory, STATE_FILE)
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(pool.to_state(), file)
-    os.replace(path + ".new", path)
+    state = pool.to_state()
+    records.save(os.path.join(folder(trainer, trainer.global_steps), STATE_FILE), lambda: state)
+    records.flush()
 
 
 def load(trainer) -> dict | None:

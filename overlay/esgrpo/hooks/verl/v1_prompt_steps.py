@@ -23,19 +23,10 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     def _consume_sync_metrics(self, *args, **kwargs):
+        from esgrpo.hooks.verl.prompt_history import save
         from esgrpo.hooks.verl.prompt_order import metrics_of
-        from esgrpo.hooks.verl.v1_prompt_steps import save
 
         save(self)
         return {**original(self, *args, **kwargs), **metrics_of(self)}
 
     return _consume_sync_metrics
-
-
-def save(trainer) -> None:
-    """Write the history, if there is one and a place for it."""
-    from esgrpo.hooks.verl import prompt_history, state_files
-
-    file, history = prompt_history.path(), getattr(trainer, "esgrpo_history", None)
-    if file is not None and history is not None:
-        state_files.write_or_say("prompt-history", file, history.to_state())

@@ -64,7 +64,7 @@ def unfinished(trainer, partition: str) -> dict[str, int]:
 def say(lost: dict[str, int]) -> None:
     import sys
 
-    from esgrpo.hooks.verl.records import write
+    from esgrpo.records import write
 
     write("restart", lost)
     print(f"esgrpo: restart: {lost['groups']} prompt groups were unfinished and start anew: {lost['finished']} "

@@ -43,8 +43,8 @@ def record(trainer, batch) -> dict[str, float]:
     """Write one record per trained response and per closed engine window; returns the metrics of both."""
     from esgrpo import config
     from esgrpo.hooks.verl import prune_metrics
-    from esgrpo.hooks.verl.records import write
     from esgrpo.hooks.verl.trained_rows import metrics, rows_of
+    from esgrpo.records import write
 
     rows = rows_of(padded(batch))
     for row in rows:
@@ -85,7 +85,7 @@ def windows(trainer) -> dict[str, float]:
     import ray
 
     from esgrpo.algo.accounting import bubble
-    from esgrpo.hooks.verl.records import write
+    from esgrpo.records import write
 
     answers = ray.get([server.esgrpo_take_windows.remote() for server in servers_of(trainer)])
     closed = [window for answer in answers for window in answer]
