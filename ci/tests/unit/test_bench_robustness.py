@@ -139,12 +139,12 @@ def test_a_crash_is_a_result(finished, tmp_path, capsys):
 
 
 def test_damaged_records_do_not_hide_the_other_runs(finished, tmp_path):
-    (tmp_path / "modes-sync-overlay-2" / "esgrpo" / "responses-1.jsonl").write_text('{"time": 1}\n')
+    (tmp_path / "modes-sync-overlay-2" / "esgrpo" / "hooks.json").write_text("[{")
     assert robustness.main(finished) == 1
     written = json.loads((tmp_path / "results" / "robustness.json").read_text())
     assert set(written["measures"]["sync, overlay"]) == {"1"}
     assert written["failed"] == [
-        "sync, overlay seed 2, 0 optimiser steps: RuntimeError: lost it (in file.py), KeyError in its records"]
+        "sync, overlay seed 2, 0 optimiser steps: RuntimeError: lost it (in file.py), JSONDecodeError in its records"]
 
 
 def test_the_report_sets_the_arms_side_by_side(finished, tmp_path):
