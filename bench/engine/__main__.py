@@ -7,8 +7,9 @@ The engines start once; the arms run one after another in them, with an empty pr
 their order. Each run is added to FILE (JSON lines) when it ends, its requests to a folder beside it. Exit code 1 when
 the books of a run do not agree.
 
-Under sync, policies that carry work over (april, static, rollpacker, tailsieve, es-grpo) end a step before the longest
-responses of its groups: a run of few updates ends before these do and flatters them. Compare at eight updates or more.
+Under sync, policies that carry work over (colocate_async, april, ulorl, rollpacker, tailsieve, es-grpo) end a step
+before the longest responses of its groups: a run of few updates ends before these do and flatters them. Compare at
+eight updates or more, and with colocate_async: what is gained over verl's barrier alone is mostly what verl ships.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from bench.engine import tau
 from bench.engine.driver import Course, Driver, OutOfTime
 from bench.engine.fleet import Fleet
 from bench.engine.measures import summary
-from bench.policies import ASYNC, SYNC, Limits, policies, policy
+from bench.policies import ASYNC, SYNC, Limits, baseline, policies, policy
 from esgrpo.errors import EsgrpoError
 
 LEAST_UPDATES = 4  # under sync, so that what is carried over can end inside the run
@@ -40,7 +41,7 @@ CAPACITY_CONTEXT = 1024  # tokens per request at which the capacity is measured,
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     common.add_engine_options(parser)
-    parser.add_argument("--policies", default="verl,es-grpo", help=f"of {', '.join(policies())}")
+    parser.add_argument("--policies", default="verl,colocate_async,es-grpo", help=f"of {', '.join(policies())}")
     parser.add_argument("--scenario", default="sync", help="sync, async or sync,async")
     parser.add_argument("--workload", default="math",
                         help=f"one or more of {', '.join(workload.PRESETS)}, or of recorded traces (files)")
@@ -185,10 +186,14 @@ def show(records: list[dict], kind: str, options) -> None:
     found = summary(records)
     common.append(options.results,
                   {**found, "workload": kind, "runs": len(records), "flattered": flattered(options)})
-    for base in ("verl", "best_rival"):
-        for name, ratio in found[f"against_{base}"].items():
-            print(f"{kind}: {name} against {found['best_rival'] if base == 'best_rival' else base}: "
-                  f"x{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}], n = {ratio['n']}")
+    for base in dict.fromkeys(("verl", baseline(SYNC), found["best_rival"])):
+        against = "best_rival" if base == found["best_rival"] else base
+        for name, ratio in found[f"against_{against}"].items():
+            decided = ", ".join(f"{module} {count}" for module, count in ratio["decisions"].items() if count)
+            print(f"{kind}: {name} against {base}: x{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}], "
+                  f"n = {ratio['n']}, stale rows {ratio['stale_rows']:.1%}, decisions: {decided or 'none'}")
+    for note in dict.fromkeys(record["note"] for record in records if record["note"]):
+        print(note)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,6 +7,7 @@ could be handed back is told to the policy as finished as soon as it is submitte
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import time
 from collections import defaultdict, deque
@@ -53,6 +54,7 @@ class Flight:
     boundary: int | None
     row: dict
     known: int  # the replica that the policy takes it to be on
+    version: int  # of the weights when it began
     first_step: int | None = None
     wanted: object = None
 
@@ -221,7 +223,8 @@ class Driver:
                                                    "tokens": sample.tokens, "attempts": []})
         about["attempts"].append(row)
         self.attempts += 1
-        flight = self.flights[sample.key] = Flight(sample, replica, len(response), boundary, row, replica)
+        flight = self.flights[sample.key] = Flight(sample, replica, len(response), boundary, row, replica,
+                                                  self.ledger.version)
         prompt = prompt_of(sample.group, sample.prompt_tokens, self.course.vocabulary, self.course.seed)
         boundary = boundary if boundary is not None and boundary < sample.tokens else None
         self._command(flight, "submit", prompt, response, sample.tokens, boundary)
@@ -296,7 +299,7 @@ class Driver:
         sample, wanted = flight.sample, flight.wanted
         if self.closing or isinstance(wanted, Yield) or (isinstance(wanted, Abort) and wanted.keep_tokens):
             self.responses[sample.key] = response
-            self.ledger.stopped(sample, len(response), True)
+            self.ledger.stopped(sample, len(response), True, self._version(flight, when))
         if self.closing:
             return
         if wanted is None:
@@ -317,8 +320,10 @@ class Driver:
         sample = flight.sample
         if outcome == "abort":
             self.responses[sample.key] = response
+            self.ledger.reached(sample, len(response), self._version(flight, when))
             self.asleep[sample.key] = when + ABORT_WAIT_S * self.policy.sleeps, flight
         elif outcome == "finish" and len(response) == sample.tokens:
+            self.ledger.reached(sample, len(response), self._version(flight, when))
             self._finished(sample, flight.replica, when)
         else:
             raise EsgrpoError(f"sample {sample.key}", f"{outcome} with {len(response)} tokens",
@@ -353,9 +358,17 @@ class Driver:
             self.taken = [self.ready.popleft() for _ in range(self.limits.groups)]
             self.trained_at = self.now + self.course.train_s
 
+    def _version(self, flight: Flight, when: float) -> int:
+        """Weights that decoded the newest tokens of an attempt that ended at `when`. The report may come after an
+        update; where an update aborts, no attempt outlives its weights."""
+        return bisect.bisect_left(self.update_times, when) if self.policy.sync == KEEP else flight.version
+
     def _update(self, groups: Sequence[int]) -> None:
         """These groups are trained and new weights come in: every replica pauses for the sync."""
         self.ledger.train(groups)
+        if self.policy.sync == KEEP:
+            for flight in self.flights.values():  # an event later than the truth, as `progress` is
+                self.ledger.reached(flight.sample, self.progress(flight.sample))
         self.begun.difference_update(groups)
         self.update_times.append(self.now)
         if self._over:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import random
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from bench.policies import SYNC, baseline
 from esgrpo.algo.accounting import quantile
 from esgrpo.errors import EsgrpoError
 
@@ -77,6 +79,7 @@ def record(driver, counters: Sequence[Mapping]) -> dict:
             "decoded": driver.decoded, "trained": ledger.trained, "waste": ledger.waste,
             "trained_samples": ledger.trained_samples, "pruned_samples": ledger.pruned_samples,
             "gradient_groups": ledger.gradient_groups, "versions_old": ledger.stale(),
+            "decisions": driver.policy.decided(), "note": driver.policy.note,
             "bubble": {name: round(rate, 4) for name, rate in bubble_rates(driver.bubbles).items()},
             "completion_s": quantiles(driver.latencies), "attempts": driver.attempts,
             "preemptions": sum(counted["preemptions"] for counted in counters),
@@ -96,15 +99,22 @@ def reconcile(policy: str, decoded: int, engines: int, trained: int, waste: Mapp
 
 
 def ratios(runs: Sequence[Mapping], base: str, key: str = "s_per_update") -> dict[str, dict]:
-    """For every policy: how many times faster than `base` in the same repeat; median, smallest, largest, count."""
+    """For every policy: how many times faster than `base` in the same repeat; median, smallest, largest, count. Beside
+    it what a speed alone does not say: the median share of its trained rows that are stale, and its decisions."""
     bases = {(run["scenario"], run["repeat"]): run[key] for run in runs if run["policy"] == base}
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[Mapping]] = {}
     for run in runs:
-        same = bases.get((run["scenario"], run["repeat"]))
-        if same is not None:
-            found.setdefault(f"{run['scenario']} {run['policy']}", []).append(same / run[key])
-    return {name: {"median": round(statistics.median(values), 4), "low": round(min(values), 4),
-                   "high": round(max(values), 4), "n": len(values)} for name, values in found.items()}
+        if (run["scenario"], run["repeat"]) in bases:
+            found.setdefault(f"{run['scenario']} {run['policy']}", []).append(run)
+    return {name: {**_spread([bases[run["scenario"], run["repeat"]] / run[key] for run in mine]),
+                   "stale_rows": round(statistics.median(run["versions_old"]["rows"]["share"] for run in mine), 4),
+                   "decisions": dict(sum((Counter(run["decisions"]) for run in mine), Counter()))}
+            for name, mine in found.items()}
+
+
+def _spread(values: list[float]) -> dict:
+    return {"median": round(statistics.median(values), 4), "low": round(min(values), 4),
+            "high": round(max(values), 4), "n": len(values)}
 
 
 def best_rival(runs: Sequence[Mapping]) -> str | None:
@@ -117,9 +127,9 @@ def best_rival(runs: Sequence[Mapping]) -> str | None:
 
 
 def summary(runs: Sequence[Mapping]) -> dict:
-    rival = best_rival(runs)
-    return {"kind": "summary", "against_verl": ratios(runs, "verl"), "best_rival": rival,
-            "against_best_rival": ratios(runs, rival) if rival else {}}
+    rival, own = best_rival(runs), baseline(SYNC)
+    return {"kind": "summary", "against_verl": ratios(runs, "verl"), f"against_{own}": ratios(runs, own),
+            "best_rival": rival, "against_best_rival": ratios(runs, rival) if rival else {}}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -37,6 +37,9 @@ from esgrpo.algo.routing import Pool
 OVERSUBSCRIBED = 2.0  # requests of begun groups per place: stragglers of a group must not keep places empty
 SYNC, ASYNC = "sync", "async"
 KEEP, ABORT = "keep", "abort"  # what a weight sync does to running requests
+# Modules and what is counted of each: prompts begun out of the data's order, responses handed back at a boundary,
+# responses pruned, responses told another boundary, prompts chosen out of the data's order, requests kept over a sync.
+DECISIONS = ("routing", "segments", "pruning", "elastic", "sampler", "keep")
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,16 @@ class Policy:
         self.waiting: deque = deque()  # visible groups that have not begun
         self.fresh = limits.groups  # groups that this step still wants to see (sync)
         self.unsent: set[int] = set()  # groups that have begun, none of their samples submitted yet
+        self.decisions: Counter[str] = Counter()  # that changed something, by module (DECISIONS)
+
+    @property
+    def note(self) -> str:
+        """What a reader of this policy's numbers must know; empty: nothing."""
+        return ""
+
+    def decided(self) -> dict[str, int]:
+        """Decisions that changed something, of every module; what is not ours has none to count."""
+        return {module: self.decisions[module] for module in DECISIONS}
 
     def remember(self, groups: Iterable[Group]) -> None:
         pass
@@ -228,11 +241,20 @@ def policies() -> dict[str, type[Policy]]:
     return {cls.name: cls for family in families for cls in family.POLICIES}
 
 
+def baseline(scenario: str) -> str:
+    """verl at its best, which ratios are against: under a barrier its own carry-over."""
+    return "colocate_async" if scenario == SYNC else "verl"
+
+
+FORMERLY = {"static": "ulorl"}  # names in older records
+
+
 def policy(name: str) -> type[Policy]:
     """A policy by its name; "es-grpo/AB" is ES-GRPO with modules A and B only, "april/1.5" APRIL with another factor.
     Raises KeyError with the names."""
     from bench.policies import carry, es_grpo
 
+    name = FORMERLY.get(name, name)
     family, slash, rest = name.partition("/")
     variants = {es_grpo.EsGrpo.name: es_grpo.variant, carry.April.name: carry.variant}
     if slash and family in variants:

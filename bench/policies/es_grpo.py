@@ -122,7 +122,9 @@ class EsGrpo(Policy):
         if self.sampler is None:
             self.sampler = PromptSampler(self.settings.sampler, self.history, random.Random(self.rng.random()), prompts,
                                          str, self.limits.members)
-        return self.sampler.take(self.version)
+        chosen = self.sampler.take(self.version)
+        self.decisions["sampler"] += chosen != (self.sampler.taken - 1) % prompts
+        return chosen
 
     def demand(self) -> int:
         if self.limits.scenario == SYNC:
@@ -137,7 +139,8 @@ class EsGrpo(Policy):
         self.fresh -= len(groups)
         lengths = {group.index: self.history.forecast(str(group.prompt))["tokens"] for group in groups}
         if self.alternates:
-            groups = alternate(self.version, groups, list(lengths.values()))
+            shown, groups = groups, alternate(self.version, groups, list(lengths.values()))
+            self.decisions["routing"] += sum(a.index != b.index for a, b in zip(shown, groups, strict=True))
         for group in groups:
             self.queue.push(group, lengths[group.index])
 
@@ -155,7 +158,10 @@ class EsGrpo(Policy):
         for _ in range(room):
             if self.holds and self.in_flight >= self.limits.slots:
                 break
-            actions += self.begin_group(self.queue.pop())
+            inversions = self.queue.inversions
+            group = self.queue.pop()
+            self.decisions["routing"] += self.queue.inversions - inversions
+            actions += self.begin_group(group)
         return actions
 
     def begin_group(self, group: Group) -> list[Action]:
@@ -202,6 +208,7 @@ class EsGrpo(Policy):
         self.left(replica)
         self.count(member, -1)
         self.moving.append((member, tokens))
+        self.decisions["segments"] += 1
         return Yield()
 
     def finished(self, sample, replica, now):
@@ -213,6 +220,7 @@ class EsGrpo(Policy):
     def aborted(self, sample, replica, tokens, now):
         """Only pruning stops a response here."""
         self.now = now
+        self.decisions["pruning"] += 1
         self.leave(sample, replica, tokens, PRUNED, (tokens, None, True), None)
 
     def leave(self, sample: Sample, replica: int, tokens: int, outcome: str, ending: tuple,
@@ -281,6 +289,7 @@ class EsGrpo(Policy):
                 self.tails += id(member) not in between
             if member.may_move and member.sample.member not in doomed and id(member) not in between:
                 actions.append(Tell(member.sample, next_multiple(done, entry.told.length) - done))
+        self.decisions["elastic"] += len(actions)
         return actions
 
     # updates
@@ -311,6 +320,8 @@ class EsGrpo(Policy):
 
     def weights_changed(self, now: float) -> None:
         self.version += 1
+        if self.sync == KEEP:
+            self.decisions["keep"] += self.in_flight
 
 
 class Pruning(EsGrpo):

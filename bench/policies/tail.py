@@ -123,11 +123,14 @@ class TailSieve(Sieving):
 
     A batch is all q tail groups and the first others. q follows their inner rule, N r_tail / (r_tail + r_bulk) with
     running rates of whole groups. Simplified: the size of the tail pool is fixed at an eighth of the replicas (theirs
-    searches for it within +-2), and there is none with one replica: candidates run among the others then.
+    searches for it within +-2), and there is none with one replica: candidates run among the others then. Its paper has
+    REPLICAS of them, 64 groups x 8 and responses to 16,384 tokens; with fewer a tail pool is more than an eighth, and
+    its numbers are not the paper's.
     """
 
     name = "tailsieve"
     OVER, POOL, MEMORY = 0.1, 1 / 8, 0.5
+    REPLICAS = 8
     spare = 1.0
 
     def __init__(self, limits, rng):
@@ -141,6 +144,13 @@ class TailSieve(Sieving):
         self.began = 0.0
         self.ends: dict[bool, float] = {}
         self.quota = self.next_quota()
+
+    @property
+    def note(self) -> str:
+        replicas = self.limits.replicas
+        return "" if replicas >= self.REPLICAS else (
+            f"{self.name}: not at its paper's size: {self.tail_count} of {replicas} replicas "
+            f"{'is' if self.tail_count == 1 else 'are'} its tail pool, 1 of {self.REPLICAS} in the paper")
 
     def next_quota(self) -> int:
         if not self.aside:

@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import json
 
-from bench.policies import ASYNC, SYNC, policies
+from bench.policies import ASYNC, SYNC, baseline, policies
 from bench.sim.device import DEFAULT, Device
 from bench.sim.experiment import Setting, describe, policy_for, run
 from bench.workload import PRESETS, replay
@@ -23,7 +23,8 @@ def parser() -> argparse.ArgumentParser:
     for field in dataclasses.fields(Setting):
         result.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default,
                             choices=choices.get(field.name), help=f"default {field.default}")
-    result.add_argument("--policy", default="verl,es-grpo", help="comma-separated: " + ", ".join(policies()))
+    result.add_argument("--policy", default="", help="comma-separated, ratios are against the first: "
+                        + ", ".join(policies()) + "; default: verl's best in the scenario, and es-grpo")
     result.add_argument("--replay", metavar="FILE", help="a recorded length trace instead of a generated workload")
     result.add_argument("--tau", default=str(DEFAULT), metavar="FILE", help="measured device (bench/sim/h100.json)")
     result.add_argument("--kv-tokens", type=int, help="KV cache of a replica, instead of the device's")
@@ -33,24 +34,27 @@ def parser() -> argparse.ArgumentParser:
 
 def table(results: dict[str, dict]) -> str:
     """One line a policy. Ratios are against the first one: updates per second, and used tokens per second, which does
-    not reward a policy for taking the short responses first."""
+    not reward a policy for taking the short responses first. `stale`: share of trained rows with a token of older
+    weights, and versions that a row's oldest token is old; `decisions`: what changed something, by module."""
     first = next(iter(results.values()))
     lines = [f"{'SIMULATED':18} {'s/update':>8} {'ratio':>6} {'used t/s':>9} {'ratio':>6} {'tok/row':>7} {'bubble':>6} "
-             f"{'p50 s':>6} {'p99 s':>6} {'preempt':>7}"]
+             f"{'p50 s':>6} {'p99 s':>6} {'preempt':>7} {'stale':>6} {'old':>5}  decisions"]
     for name, result in results.items():
         mean, used, done = result["update_s"]["mean"], result["used_tokens_per_s"], result["completion_s"]
+        rows, decided = result["staleness"]["rows"], result["decisions"]
         lines.append(f"{name:18} {mean:8.2f} {first['update_s']['mean'] / mean:6.3f} {used:9.0f} "
                      f"{used / first['used_tokens_per_s']:6.3f} {result['tokens_per_trained_sample']:7.0f} "
                      f"{result['bubble']['bubble_rate']:6.3f} {done['p50']:6.1f} {done['p99']:6.1f} "
-                     f"{result['preemptions']:7d}")
-    return "\n".join(lines)
+                     f"{result['preemptions']:7d} {rows['share']:6.1%} {rows['mean']:5.2f}  "
+                     + (", ".join(f"{module} {count}" for module, count in decided.items() if count) or "none"))
+    return "\n".join([*lines, *(result["note"] for result in results.values() if result["note"])])
 
 
 def main(argv=None) -> int:
     reader = parser()
     options = reader.parse_args(argv)
     setting = Setting(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Setting)})
-    names = options.policy.split(",")
+    names = (options.policy or f"{baseline(setting.scenario)},es-grpo").split(",")
     for name in names:
         try:
             policy_for(setting, name, bool(options.replay))

@@ -296,8 +296,11 @@ class Simulation:
         if self._over:
             return
         keep = self.policy.sync == KEEP
-        for number, replica in enumerate(self.replicas):
+        for replica in self.replicas:
             replica.advance(self.now)
+        for place, run in self.where.values():
+            self.ledger.reached(run.sample, self.replicas[place].tokens_of(run))
+        for number, replica in enumerate(self.replicas):
             self.windows.append(_window(replica, number))
             replica.occupancy.pause(True)
             replica.pause(self.now, self.device.weight_sync, keep, self.policy.sleeps)

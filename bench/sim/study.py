@@ -1,11 +1,13 @@
 """python -m bench.sim.study --out FILE [--seeds 1,2,3] [--parts modules,policies,sync,steady,sweeps] [--small]
 
 Which module brings how much, how gains move with load, cap, tail, KV memory, replicas and staleness, and where there is
-none. Every number is simulated. Ratios are against verl at the same setting and seed: `updates` is updates per second,
-`used` is used tokens per second, which does not reward a policy for taking the short responses first; for policies that
-decode the same responses the two agree; `trained` counts of these the tokens with a gradient. `gradient` is groups with
+none. Every number is simulated. Ratios are against verl's best at the same setting and seed: its fully-async order, or
+under a barrier its own carry-over (colocate_async); `verl` is its barrier then. `updates` is updates per second, `used`
+is used tokens per second, which does not reward a policy for taking the short responses first; for policies that decode
+the same responses the two agree; `trained` counts of these the tokens with a gradient. `gradient` is groups with
 a gradient per second, by which modules are ranked: pruning must not lose them, the prompt sampler is there for them.
-`staleness`: weight versions since a trained group began.
+`staleness`: weight versions since a trained group began; of rows and tokens, since they were decoded. `decisions`: what
+changed something, by module, a run.
 
 Only module S decodes other prompts than verl. Here prompts do not change while they are trained, and what it costs to
 train one again soon is not modelled: bench.prompt_sampling lets them drift.
@@ -22,22 +24,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.policies import ASYNC, SYNC, policies
+from bench.policies import ASYNC, DECISIONS, SYNC, baseline, policies
+from bench.policies.tail import TailSieve
 from bench.sim.device import Device
 from bench.sim.experiment import Setting, run
 
 BASE = Setting(replicas=4, groups=64, updates=6)
 SMALL = {"replicas": 2, "groups": 4, "members": 4, "cap": 128, "scale": 0.02, "updates": 2, "sequences": 8}
-BASELINE, WHOLE, PRUNED, PLAIN = "verl", "es-grpo/ABCDS", "es-grpo/ABCD", "es-grpo/"
+WHOLE, PRUNED, PLAIN = "es-grpo/ABCDS", "es-grpo/ABCD", "es-grpo/"
 MODULES = {"A": "routing", "B": "carry-over and kept requests", "C": "audited pruning", "S": "prompt sampler",
            "D": "elastic segments"}
-CHANGES = ("es-grpo/ABD", "es-grpo/ABD+tails", "es-grpo/ABD+few-tails", "es-grpo/ABD+hold")
-HIGH, MEDIUM = 0.10, 0.03  # a module that brings as much of verl's groups with gradient per second ranks so
+CHANGES = ("es-grpo/ABD", "es-grpo/ABD+abort", "es-grpo/ABD+tails", "es-grpo/ABD+few-tails", "es-grpo/ABD+hold")
+HIGH, MEDIUM = 0.10, 0.03  # a module that brings as much of the baseline's groups with gradient per second ranks so
 NO_HELP = 1.01  # below this ratio a setting is listed as one where ES-GRPO does not help
 STEADY = 24  # updates after which the end of a run hardly counts
-BARRIER = ("verl", "static", "april/1.5", "april", "april/3", "rollpacker", "es-grpo", *(
-    f"es-grpo/ABD+{change}" for change in ("barrier", "bound-1", "bound-2", "bound-4", "unbounded",
-                                           "over-3.0+unbounded", "abort", "tails")))
+BARRIER = ("verl", "colocate_async", "colocate_async/wait", "ulorl", "april/1.5", "april", "april/3", "rollpacker",
+           "es-grpo", *(f"es-grpo/ABD+{change}" for change in (
+               "barrier", "bound-1", "bound-2", "bound-4", "unbounded", "over-3.0+unbounded", "abort", "tails")))
 FREE = 1e9  # prefilled tokens per second: nothing is lost by an abort but its sleep
 SCARCE = 300_000  # KV tokens of a replica: about a third of what its 256 requests grow to
 SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/ABD+tails")}  # april: the best rival there
@@ -71,13 +74,13 @@ class Runs:
 
     def arm(self, name: str, **changes) -> dict:
         """Ratios to the baseline over the seeds, and what explains them."""
-        key = tuple(sorted(changes.items()))
+        key, base = tuple(sorted(changes.items())), baseline(changes["scenario"])
         if key not in self._baselines:
-            self._baselines[key] = [self._run(BASELINE, changes, seed) for seed in self.seeds]
+            self._baselines[key] = [self._run(base, changes, seed) for seed in self.seeds]
         first = self._baselines[key]
-        found = first if name == BASELINE else [self._run(name, changes, seed) for seed in self.seeds]
+        found = first if name == base else [self._run(name, changes, seed) for seed in self.seeds]
         pairs = list(zip(found, first, strict=True))
-        return {"policy": name, "setting": changes,
+        return {"policy": name, "setting": changes, "against": base,
                 "updates": spread([b["makespan_s"] / a["makespan_s"] for a, b in pairs]),
                 "used": spread([a["used_tokens_per_s"] / b["used_tokens_per_s"] for a, b in pairs]),
                 "gradient": spread([a["gradient_groups"] * b["makespan_s"] / (b["gradient_groups"] * a["makespan_s"])
@@ -85,7 +88,11 @@ class Runs:
                 "trained": spread([a["trained_tokens_per_s"] / b["trained_tokens_per_s"] for a, b in pairs]),
                 "staleness": {"mean": mean(a["staleness"]["mean"] for a in found),
                               "max": max(a["staleness"]["max"] for a in found),
-                              "share": mean(a["staleness"]["share"] for a in found)},
+                              "share": mean(a["staleness"]["share"] for a in found),
+                              **{what: {key: mean(a["staleness"][what][key] for a in found)
+                                        for key in ("mean", "share")} for what in ("rows", "tokens")}},
+                "decisions": {module: mean(a["decisions"][module] for a in found) for module in DECISIONS},
+                "note": found[0]["note"],
                 "s_per_update": spread([a["update_s"]["mean"] for a in found]),
                 "tokens_per_row": mean(a["tokens_per_trained_sample"] for a in found),
                 "bubble": {cause: mean(a["bubble"][cause] for a in found) for cause in found[0]["bubble"]},
@@ -129,9 +136,13 @@ def rank(brings: float) -> str:
 
 
 def compared(runs: Runs) -> dict:
-    """Every policy at the base setting, in its scenarios; twice the updates, for those that carry work over."""
-    return {scenario: [runs.arm(name, scenario=scenario, updates=2 * BASE.updates) for name, cls in policies().items()
-                       if scenario in cls.scenarios] for scenario in (SYNC, ASYNC)}
+    """Every policy at the base setting, in its scenarios; twice the updates, for those that carry work over. And at the
+    size that TailSieve's paper has: with fewer replicas its tail pool is more than an eighth of them."""
+    places = {SYNC: (SYNC, {}), ASYNC: (ASYNC, {}),
+              f"sync, {TailSieve.REPLICAS} replicas": (SYNC, {"replicas": TailSieve.REPLICAS})}
+    return {title: [runs.arm(name, scenario=scenario, updates=2 * BASE.updates, **place)
+                    for name, cls in policies().items() if scenario in cls.scenarios]
+            for title, (scenario, place) in places.items()}
 
 
 def carried(runs: Runs) -> dict:
@@ -165,7 +176,7 @@ def sweeps(runs: Runs) -> dict:
 
 
 def no_help(found: dict) -> list[dict]:
-    """Settings in which ES-GRPO is not faster than verl."""
+    """Settings in which ES-GRPO is not faster than verl's best."""
     rows = [row for part in found.get("sweeps", {}).values() for row in part]
     rows += [row for part in found.get("policies", {}).values() for row in part]
     return [{"setting": row["setting"], "updates": row["updates"]} for row in rows
@@ -174,7 +185,8 @@ def no_help(found: dict) -> list[dict]:
 
 def table(found: dict) -> str:
     """What the study says, for a terminal."""
-    lines = ["SIMULATED. Ratios to verl: updates/s (low to high over seeds) | used tokens/s, groups with gradient/s"]
+    lines = ["SIMULATED. Ratios to verl (async) and its colocate_async (sync): updates/s (low to high over seeds) | "
+             "used tokens/s, groups with gradient/s"]
     for place, rows in found.get("modules", {}).items():
         lines.append(f"\n{place}: {line(rows['whole'])}")
         for module, name in MODULES.items():
@@ -193,8 +205,9 @@ def line(row: dict) -> str:
     ratio, stale = row["updates"], row["staleness"]
     setting = {key: value for key, value in row["setting"].items() if key != "updates"}
     return (f"{row['policy']:22} {ratio['mean']:6.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}) | "
-            f"{row['used']['mean']:.3f}, {row['gradient']['mean']:.3f}  stale {stale['mean']:.2f}, at most "
-            f"{stale['max']}  bubble {row['bubble']['bubble_rate']:.2f}  {setting}")
+            f"{row['used']['mean']:.3f}, {row['gradient']['mean']:.3f}  stale rows {stale['rows']['share']:.1%}, "
+            f"{stale['rows']['mean']:.2f} versions, groups at most {stale['max']}  "
+            f"bubble {row['bubble']['bubble_rate']:.2f}  {setting}")
 
 
 def commit() -> str:
@@ -218,7 +231,7 @@ def main(argv=None) -> int:
              "command": shlex.join(["python", "-m", "bench.sim.study", *(sys.argv[1:] if argv is None else argv)]),
              "commit": commit(), "seeds": runs.seeds, "base": dataclasses.asdict(BASE),
              "ranks": {"High": HIGH, "Medium": MEDIUM,
-                       "of": "what leaving the module out loses, in verl's groups with gradient/s"}}
+                       "of": "what leaving the module out loses, in the baseline's groups with gradient/s"}}
     for part in options.parts.split(","):
         found[part] = PARTS[part](runs)
         found["where_it_does_not_help"] = no_help(found)

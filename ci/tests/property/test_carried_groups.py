@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.policies import ABORT, KEEP, SYNC, Limits, policy
+from bench.policies.carry import ColocateAsync
 from bench.policies.es_grpo import EsGrpo, Pruning
 from bench.sim.device import ABORT_WAIT_S, Device
 from bench.sim.simulation import Course, Simulation
@@ -94,8 +95,55 @@ def test_the_real_pool_stops_a_policy_that_trains_the_youngest_first():
 def test_a_step_that_waits_for_all_is_on_policy_and_slower():
     barrier, none, whole = (carried(policy(f"es-grpo/{name}"), 2.0, None, LIMITS, 20)[0]
                             for name in ("ABD+barrier", "AD", "ABD"))
-    assert barrier.ledger.stale() == none.ledger.stale() == {"mean": 0.0, "max": 0, "share": 0.0}
+    fresh = {"mean": 0.0, "share": 0.0}
+    assert barrier.ledger.stale() == none.ledger.stale() == {**fresh, "max": 0, "rows": fresh, "tokens": fresh}
     assert whole.ledger.stale()["mean"] > 0 and whole.now < barrier.now
+
+
+@settings(max_examples=60, deadline=None)
+@given(threshold=st.integers(1, 4), waits=st.booleans(), groups=st.integers(1, 5), members=st.integers(2, 4),
+       replicas=st.integers(1, 3), sequences=st.integers(1, 8), updates=st.integers(1, 12), seed=st.integers(0, 99))
+def test_verls_own_carry_over_keeps_its_window_and_its_threshold(threshold, waits, groups, members, replicas, sequences,
+                                                                updates, seed):
+    """colocate_async: two updates' groups are open, an update takes the oldest, none spans too many versions."""
+    limits = Limits(replicas, sequences, sequences, CAP, members, groups, SYNC)
+    kind = type("Colocate", (ColocateAsync,), {"THRESHOLD": threshold, "waits": waits})
+    stream = iter(generate("math", PROMPTS, members, CAP, seed, scale=0.01))
+    shown: list[int] = []
+
+    def source(count: int) -> list:
+        found = list(itertools.islice(stream, count))
+        shown.extend(group.index for group in found)
+        return found
+
+    chosen = kind(limits, random.Random(seed))
+    simulation = Simulation(chosen, limits, MACHINE, Course(updates), source)
+    simulation.run()
+    ledger = simulation.ledger
+    dropped = set(shown) - set(ledger.closed) - set(chosen.born) - {group.index for group in chosen.waiting}
+    assert len(shown) == (updates + 1) * groups + len(dropped), "a step begins an update's groups, and what was dropped"
+    assert (ledger.waste["discarded"] > 0) == bool(dropped)
+    if waits:
+        assert not dropped and ledger.stale()["max"] <= allowed(2.0, threshold - 1, groups)
+    else:
+        assert ledger.stale()["max"] < threshold
+
+
+def test_with_abort_and_resume_es_grpo_is_verls_own_carry_over():
+    """So that what is claimed over it is what kept requests bring, and nothing else."""
+    times = {name: Simulation(policy(name)(LIMITS, random.Random(1)), LIMITS, MACHINE, Course(12), source)
+             for name in ("es-grpo/B+abort", "colocate_async/wait", "es-grpo/B", "verl")
+             for source in [_source()]}
+    for simulation in times.values():
+        simulation.run()
+    ours, theirs, kept, plain = (simulation.update_times for simulation in times.values())
+    assert ours == pytest.approx(theirs)
+    assert kept[-1] < theirs[-1] < plain[-1]
+
+
+def _source():
+    stream = iter(generate("math", PROMPTS, LIMITS.members, CAP, 1, scale=0.01))
+    return lambda count: list(itertools.islice(stream, count))
 
 
 def begun(name: str) -> list[int]:

@@ -37,7 +37,9 @@ def test_a_missing_token_is_an_error():
 
 
 def _run(policy: str, repeat: int, seconds: float) -> dict:
-    return {"policy": policy, "scenario": "sync", "repeat": repeat, "s_per_update": seconds}
+    carries = 0.4 if policy.startswith("es-grpo") else 0.0
+    return {"policy": policy, "scenario": "sync", "repeat": repeat, "s_per_update": seconds,
+            "versions_old": {"rows": {"share": carries}}, "decisions": {"keep": 7 * bool(carries), "routing": 0}}
 
 
 def test_ratios_are_taken_within_a_repeat_and_the_best_rival_is_found():
@@ -45,9 +47,17 @@ def test_ratios_are_taken_within_a_repeat_and_the_best_rival_is_found():
             _run("april", 0, 9.0), _run("oracle", 0, 1.0), _run("es-grpo", 0, 5.0), _run("es-grpo/A", 1, 4.0)]
     found = measures.summary(runs)
     assert found["best_rival"] == "seer"  # neither what knows the lengths, nor ours
-    assert found["against_verl"]["sync seer"] == {"median": 1.625, "low": 1.25, "high": 2.0, "n": 2}
+    assert found["against_verl"]["sync seer"] == {"median": 1.625, "low": 1.25, "high": 2.0, "n": 2,
+                                                  "stale_rows": 0.0, "decisions": {}}
     assert found["against_best_rival"]["sync es-grpo"]["median"] == 1.6
     assert measures.summary(runs[:2])["against_best_rival"] == {}
+
+
+def test_a_ratio_stands_beside_its_staleness_and_decisions_and_against_verls_own_carry_over():
+    found = measures.summary([_run("verl", 0, 10.0), _run("colocate_async", 0, 4.0), _run("es-grpo", 0, 2.0)])
+    assert found["against_colocate_async"]["sync es-grpo"] == {
+        "median": 2.0, "low": 2.0, "high": 2.0, "n": 1, "stale_rows": 0.4, "decisions": {"keep": 7}}
+    assert found["best_rival"] == "colocate_async"
 
 
 def test_few_updates_under_a_barrier_flatter_whoever_carries_over(tmp_path):

@@ -162,7 +162,11 @@ def test_the_study_runs(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("SIMULATED") and found["simulated"] and found["seeds"] == [1, 2]
     assert all(row["updates"]["low"] <= row["updates"]["mean"] <= row["updates"]["high"]
                for rows in found["policies"].values() for row in rows)
-    assert {row["policy"]: row["updates"]["mean"] for row in found["policies"]["sync"]}["verl"] == 1.0
+    for scenario, base in (("sync", "colocate_async"), ("async", "verl")):  # verl's best: its own carry-over
+        rows = {row["policy"]: row for row in found["policies"][scenario]}
+        assert rows[base]["updates"]["mean"] == 1.0 and {row["against"] for row in rows.values()} == {base}
+        assert rows["es-grpo"]["staleness"]["rows"]["share"] >= 0 and "keep" in rows["es-grpo"]["decisions"]
+    assert any(row["policy"] == "tailsieve" and row["note"] for row in found["policies"]["sync"])
 
 
 def test_a_device_measured_several_times_is_their_median():
