@@ -68,7 +68,7 @@ LOSS = f"{ACTOR}.policy_loss.loss_mode"
 ARMS = {"plain": tuple(ablation.ARMS["off"]), "overlay": tuple(ablation.ARMS["all"])}
 LOSSES = {"vanilla": (*STATIC, f"{LOSS}=vanilla"),
           "recomputed": (*STATIC, f"{LOSS}=vanilla", "algorithm.rollout_correction.bypass_mode=False"),
-          "sais": (*STATIC, f"{LOSS}=sais"), "pois": (*STATIC, f"{LOSS}=pois"),
+          "sais": (*STATIC, f"{LOSS}=sais"), "pois": (*STATIC, f"{LOSS}=pois", *ablation.switches("pois.anchor=token")),
           "pois version": (*STATIC, f"{LOSS}=pois", *ablation.switches("pois.anchor=version"))}
 
 

@@ -139,7 +139,8 @@ class Sync:
 
 @dataclass(frozen=True)
 class Pois:
-    anchor: str = _choice("token", ("token", "version"), "which policy is the denominator of the ratio")
+    anchor: str = _choice("auto", ("auto", "token", "version"), "which policy is the denominator of the ratio; auto: "
+                          "token with one optimiser step a weight version, version with more")
 
 
 @dataclass(frozen=True)
@@ -341,6 +342,7 @@ def features(segment: Segment, loss_mode: str) -> frozenset[str]:
     if segment.enable and segment.boundary == "yield":
         names.add("yield")
     switches = {"history": segment.history.enable, "routing": segment.routing.enable,
+                "tails": segment.routing.enable and segment.routing.tail_share > 0,
                 "elastic": segment.elastic.enable, "sampler": segment.sampler.enable,
                 "weighted": segment.weighted, "keep": segment.keeps, "token_outputs": segment.token_outputs}
     names.update(name for name, on in switches.items() if on)

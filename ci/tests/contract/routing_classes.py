@@ -191,7 +191,9 @@ def run_router(hooked: bool) -> dict:
         from esgrpo.hooks.verl import tail_router
 
         path = tail_router.config_path(os.environ["ESGRPO_RUN_DIR"])
-        tail_router.write_config(path, settings.current())
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(tail_router.config_text(settings.current()))
     with mock.patch.object(ray, "remote", Remote):
         balancer = router.get_router_handle(servers, router_config_path=path)
     moment = SimpleNamespace(now=0.0)

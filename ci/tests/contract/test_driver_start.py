@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SEGMENT = "+actor_rollout_ref.rollout.segment"
 ON = [f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64"]
-ROUTING = [*ON, f"{SEGMENT}.history.enable=True", f"{SEGMENT}.routing.enable=True",
-           f"{SEGMENT}.routing.tail_share=0.5"]
+ORDER = [*ON, f"{SEGMENT}.history.enable=True", f"{SEGMENT}.routing.enable=True"]
+ROUTING = [*ORDER, f"{SEGMENT}.routing.tail_share=0.5"]
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 BASE = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=some/model",
         "data.max_response_length=512", "actor_rollout_ref.rollout.calculate_log_probs=True", "trainer.device=cpu",
@@ -37,21 +37,26 @@ REFUSED = {
     "model": ([*ON, "actor_rollout_ref.model.path=/nowhere/at/all"], ["/nowhere/at/all", "directory"]),
     "scalar": ([f"{SEGMENT}=True"], ["segment", "mapping"]),
     "router": ([*ROUTING, "actor_rollout_ref.rollout.router_config_path=/my/router.yaml"],
-               ["router_config_path", "/my/router.yaml", "routing.enable"]),
+               ["router_config_path", "/my/router.yaml", "tail_share=0"]),
     "deterministic": ([*ROUTING, "actor_rollout_ref.rollout.full_determinism=True"], ["full_determinism"]),
     "path": ([*ON, "+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH=/elsewhere"], ["/elsewhere", "PYTHONPATH"]),
 }
 ACCEPTED = {
     "off": [],
     "observe": [f"{SEGMENT}.observe=True"],
-    "all": [*ON, f"{SEGMENT}.prune.repetition.enable=True", f"{LOSS}=pois", f"{SEGMENT}.dmmpt.enable=True"],
+    "all": [*ON, f"{SEGMENT}.prune.repetition.enable=True", f"{LOSS}=pois", f"{SEGMENT}.dmmpt.enable=True",
+            "async_training.trigger_parameter_sync_step=1"],
     "version": [*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=version", "async_training.trigger_parameter_sync_step=3"],
     "one step": [*ON, f"{LOSS}=pois", "async_training.trigger_parameter_sync_step=1"],
     "three steps": [*ON, f"{LOSS}=pois", "async_training.trigger_parameter_sync_step=3"],
     "keep": [*ON, f"{SEGMENT}.sync.requests=keep"],
     "keep-nowhere": [*ON, f"{SEGMENT}.sync.requests=keep", "rollout.nnodes=0"],
     "keep-hybrid": [*ON, f"{SEGMENT}.sync.requests=keep", "async_training.use_dynamic_resource_scheduling=True"],
+    "three steps token": [*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=token",
+                          "async_training.trigger_parameter_sync_step=3"],
     "routing": [*ROUTING, "trainer.default_local_dir=routing-run"],
+    "order alone": [*ORDER, "trainer.default_local_dir=order-run", "actor_rollout_ref.rollout.full_determinism=True",
+                    "actor_rollout_ref.rollout.router_config_path=/my/router.yaml"],
 }
 
 SCRIPT = """
@@ -81,6 +86,8 @@ with initialize_config_dir(os.path.join(os.path.dirname(package.__file__), "conf
             "entropy": bool(config.actor_rollout_ref.actor.calculate_entropy),
             "frees": bool(config.actor_rollout_ref.rollout.free_cache_engine),
             "router": config.actor_rollout_ref.rollout.router_config_path,
+            "files": os.path.exists(os.path.join(str(config.trainer.default_local_dir), "esgrpo")),
+            "anchor": json.loads(os.environ["ESGRPO_SEGMENT"])["pois"]["anchor"],
             "bypass": bool(config.algorithm.rollout_correction.bypass_mode),
             "passed_on": sorted(config.ray_kwargs.ray_init.runtime_env.env_vars),
             "states": {row["slug"]: row["state"] for row in engine.states("driver")}}
@@ -119,10 +126,26 @@ def test_off_leaves_no_feature_and_no_hook_of_a_feature(answers):
     assert off["states"]["group-members"] == off["states"]["segment-scheduler"] == "NOT_NEEDED"
 
 
+def test_the_anchor_follows_the_steps_of_a_weight_version(answers):
+    """Resolved once, by the driver: the losses read token or version."""
+    anchors = {name: answers[name]["anchor"] for name in ("version", "one step", "three steps", "three steps token")}
+    assert anchors == {"version": "version", "one step": "token", "three steps": "version",
+                       "three steps token": "token"}
+    assert answers["one step"]["bypass"] and not answers["three steps"]["bypass"]
+    said = answers["said"]
+    assert said.count("pois.anchor: auto -> version, because a weight version has 3 optimiser steps") == 1
+    assert "pois.anchor: auto -> token, because a weight version has 1 optimiser step\n" in said
+
+
 def test_unclipped_steps_are_warned_of_where_there_are_several(answers):
     """Negative controls: one step, and the anchor that clips."""
     assert answers["said"].count("nothing clips how far the 3 optimiser steps") == 1
     assert "nothing clips how far the 1 " not in answers["said"]
+
+
+def test_without_replicas_for_the_tail_the_users_router_stays(answers):
+    got = answers["order alone"]
+    assert got["router"] == "/my/router.yaml" and not got["files"] and "tails" not in got["features"]
 
 
 def test_kept_requests_need_a_cache_that_stays(answers):
@@ -154,12 +177,12 @@ def test_routing_names_its_router_in_verls_own_key(answers):
     import yaml
 
     got = answers["routing"]
-    assert set(got["features"].split(",")) == {"history", "observe", "routing", "segment"}
+    assert set(got["features"].split(",")) == {"history", "observe", "routing", "segment", "tails"}
     assert got["router"].endswith("routing-run/esgrpo/router.yaml")
     assert yaml.safe_load(Path(got["router"]).read_text()) == {
         "router_class": "esgrpo.hooks.verl.tail_router.TailRouter", "seed": 0, "tail_share": 0.5}
     assert got["states"]["tail-router"] in ("APPLIED", "NOT_NEEDED")
-    assert all(answers[name]["router"] is None for name in ACCEPTED if name != "routing")
+    assert all(answers[name]["router"] is None for name in ACCEPTED if name not in ("routing", "order alone"))
 
 
 def test_a_users_mistake_never_ends_in_a_traceback():

@@ -18,7 +18,7 @@ UPSTREAMS = {"verl", "vllm", "vllm_ascend", "torch", "torch_npu", "ray", "transf
              "hydra", "mindspeed", "megatron", "wrapt"}
 DISTRIBUTION_OF = {"recipe": "verl"}  # the recipes of verl <= 0.7.0 are a package beside verl in its repository
 FEATURES = {"cpu", "npu", "v1", "observe", "segment", "prune", "yield", "dmmpt", "pois", "sais", "history", "routing",
-            "elastic", "sampler", "weighted", "keep", "token_outputs"}
+            "tails", "elastic", "sampler", "weighted", "keep", "token_outputs"}
 # 0, 1 and -1 index and count; anything else is a decision, and decisions live in algo/ or in the config.
 PLAIN_NUMBERS = {0, 1, -1}
 

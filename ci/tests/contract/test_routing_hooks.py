@@ -44,7 +44,7 @@ def child(root, clean_environment, overlay, tmp_path_factory):
 @pytest.fixture(scope="module")
 def routed(child):
     routing = {"enable": True, "lookahead": LOOKAHEAD, "tail_share": 0.25}
-    return child("observe,segment,history,routing", routing=routing)
+    return child("observe,segment,history,routing,tails", routing=routing)
 
 
 def test_the_hooks_are_in_place(routed):

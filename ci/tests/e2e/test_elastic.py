@@ -29,7 +29,7 @@ PROMPTS, EXEMPT = 120, 0.3
 
 # Hooks that only this run needs, beside those of test_fully_async.
 EXPECTED = {
-    "rollouter": {"prompt-forecasts", "prompt-queue", "tail-router", "prompt-sampler", "resolved-groups-are-replaced",
+    "rollouter": {"prompt-forecasts", "prompt-queue", "prompt-sampler", "resolved-groups-are-replaced",
                   "rebalance-aborts"},
     "trainer": {"keep-probabilities-reach-estimator"},
     "vllm-server": {"kept-requests", "token-outputs", "first-and-last-output"},
@@ -57,8 +57,8 @@ def test_its_hooks_are_in_place(run):
     assert {key: states.get(key) for process, slugs in EXPECTED.items() for key in ((process, s) for s in slugs)} == {
         (process, slug): "APPLIED" for process, slugs in EXPECTED.items() for slug in slugs}
     log = (run / "log.txt").read_text()
-    assert "loss_scale_factor: None -> " in log and "router_config_path: null -> " in log
-    assert "there is one replica" in log  # what the router cannot do here
+    assert "loss_scale_factor: null -> " in log and "pois.anchor: auto -> token" in log
+    assert states["rollouter", "tail-router"] == "NOT_NEEDED"
 
 
 def test_every_sample_ends_once_and_every_token_has_its_version(run):

@@ -53,7 +53,9 @@ engine.refresh()
 answers = {"plain": plain, "hooked": ray.get(Actor.remote(5, second=7).seen.remote())}
 
 path = tail_router.config_path(os.getcwd())
-tail_router.write_config(path, config.parse({}))
+os.makedirs(os.path.dirname(path))
+with open(path, "w") as file:
+    file.write(tail_router.config_text(config.parse({})))
 router = get_router_handle({"r0": "h0", "r1": "h1"}, router_config_path=path)
 fields = {"sampling_params": {"extra_args": {"segment": {"length_class": "tail"}}}}
 answers["fields"] = ray.get(router.require_acquire_fields.remote())

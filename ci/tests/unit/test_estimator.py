@@ -189,20 +189,21 @@ def test_through_verls_compute_advantage(monkeypatch):
 
 
 @pytest.mark.parametrize("mode,factor,line", [("token-mean", None, "divides by what pruning leaves"),
-                                              ("seq-mean-token-sum-norm", None, "loss_scale_factor: None -> 64"),
+                                              ("seq-mean-token-sum-norm", None, "loss_scale_factor: null -> 64"),
                                               ("seq-mean-token-sum-norm", 64, None)])
 def test_the_denominator_is_fixed_or_said(mode, factor, line):
-    config, lines = adjusted({"resolved": {"enable": True}, "audit": {"enable": True}}, mode, factor)
-    said = [text for text in lines if "loss_agg_mode" in text or "loss_scale_factor" in text]
+    plan = adjusted({"resolved": {"enable": True}, "audit": {"enable": True}}, mode, factor)
+    said = [text for text in plan.lines if "loss_agg_mode" in text or "loss_scale_factor" in text]
     assert (line is None and not said) or line in said[0]
-    assert config.actor_rollout_ref.actor.loss_scale_factor == (64 if "norm" in mode else None)
+    changed = {"actor_rollout_ref.actor.loss_scale_factor": 64} if "norm" in mode and factor is None else {}
+    assert {key: value for key, value in plan.settings.items() if "loss_scale_factor" in key} == changed
 
 
 def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois", **async_training):
     from omegaconf import OmegaConf
 
     from esgrpo import config as settings
-    from esgrpo.hooks.verl.config_rules import adjust
+    from esgrpo.hooks.verl.config_rules import Plan, fill
 
     config = OmegaConf.create({
         "actor_rollout_ref": {"actor": {"loss_agg_mode": mode, "loss_scale_factor": factor, "ppo_epochs": 1,
@@ -212,7 +213,9 @@ def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois",
         "async_training": {"require_batches": 1, "trigger_parameter_sync_step": 1, **async_training},
         "data": {"max_response_length": 64}})
     segment = settings.parse({"enable": True, "segment_length": 32, "prune": prune})
-    return config, list(adjust(config, segment, settings.features(segment, loss_mode)))
+    plan = Plan(segment)
+    fill(plan, config, settings.features(segment, loss_mode))
+    return plan
 
 
 @pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov", "dro"])

@@ -10,7 +10,6 @@ import importlib.machinery
 import json
 import os
 import sys
-import tempfile
 import types
 
 PACKAGES = ("verl", "verl.trainer", "verl.trainer.config")
@@ -130,24 +129,25 @@ def _overlay(config, main: str) -> list[dict]:
 
     OmegaConf.set_struct(config, False)
     said: list[dict] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        os.environ["ESGRPO_RUN_DIR"] = scratch  # the router's file goes there
+    try:
+        raw = config.actor_rollout_ref.rollout.get("segment")
+        raw = OmegaConf.to_container(raw, resolve=True) if OmegaConf.is_config(raw) else raw
+        length = config.data.max_response_length
+        segment = settings.parse(raw, length if isinstance(length, int) else None)
+        loss = config.actor_rollout_ref.actor.get("policy_loss", {}).get("loss_mode", "vanilla")
+        features = settings.features(segment, loss)
+        if features and config.trainer.get("use_v1", False) and config.get("async_training") is None:
+            features |= {"v1"}
+        said.append({"features": sorted(features)})
+        plan = config_rules.Plan(segment)
         try:
-            raw = config.actor_rollout_ref.rollout.get("segment")
-            raw = OmegaConf.to_container(raw, resolve=True) if OmegaConf.is_config(raw) else raw
-            length = config.data.max_response_length
-            segment = settings.parse(raw, length if isinstance(length, int) else None)
-            loss = config.actor_rollout_ref.actor.get("policy_loss", {}).get("loss_mode", "vanilla")
-            features = settings.features(segment, loss)
-            if features and config.trainer.get("use_v1", False) and config.get("async_training") is None:
-                features |= {"v1"}
-            said.append({"features": sorted(features)})
-            for line in config_rules.adjust(config, segment, features):
-                said.append({"line": line.replace(scratch, "RUN_DIR")})
-        except EsgrpoError as error:
-            said.append({"refusal": list(error.args)})
-        except Exception as error:  # a value that only the environment knows, where a number is needed
-            said.append({"unchecked": f"{type(error).__name__}: {_said(error)}"})
+            config_rules.fill(plan, config, features)
+        finally:
+            said += [{"line": line} for line in plan.lines]
+    except EsgrpoError as error:
+        said.append({"refusal": list(error.args)})
+    except Exception as error:  # a value that only the environment knows, where a number is needed
+        said.append({"unchecked": f"{type(error).__name__}: {_said(error)}"})
     return said
 
 

@@ -61,7 +61,7 @@ def prepare(config) -> None:
     v1 = is_v1(config)
     if features and v1:
         features |= {"v1"}
-    _adjust(config, segment, features)
+    segment = _adjust(config, segment, features)
     os.environ[settings.ENV_SEGMENT] = settings.to_json(segment)
     os.environ[settings.ENV_FEATURES] = ",".join(sorted(features))
     os.environ[settings.ENV_FACTS] = json.dumps(_facts(config))
@@ -108,13 +108,29 @@ def _facts(config) -> dict:
             "optimizer_steps_per_version": optimizer_steps_per_version(config, is_v1(config))}
 
 
-def _adjust(config, segment, features) -> None:
-    """Settings of verl that a feature implies or forbids; every change is said."""
-    from esgrpo.hooks.verl.config_rules import adjust, check_model_path
+def _adjust(config, segment, features):
+    """Carry out what config_rules plans: settings of verl that a feature implies, and files; every change is said.
+
+    Returns the settings of the run, with what the plan decided.
+    """
+    from omegaconf import OmegaConf
+
+    from esgrpo import engine
+    from esgrpo.hooks.verl.config_rules import Plan, check_model_path, fill
 
     check_model_path(config.actor_rollout_ref.model.path)
-    for line in adjust(config, segment, features):
+    run_dir = os.environ.get("ESGRPO_RUN_DIR") or os.path.abspath(config.trainer.default_local_dir)
+    wanted = Plan(segment)
+    fill(wanted, config, features, run_dir, engine.disabled_slugs())
+    for path, text in wanted.files.items():
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    for key, value in wanted.settings.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    for line in wanted.lines:
         print(f"esgrpo: {line}", file=sys.stderr, flush=True)
+    return wanted.segment
 
 
 def _reach_every_worker(config) -> None:

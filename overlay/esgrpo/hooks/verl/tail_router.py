@@ -21,7 +21,7 @@ HOOK = Hook(
         "started; the class is looked up by name from the file that the driver writes",
     releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "36b25a1f8890efff"}),),
     remove_when="verl's load balancer takes the expected length of a request into account",
-    features=("routing",),
+    features=("tails",),
     relies_on=("verl.workers.rollout.router:_create_plugin_extension",
                "verl.workers.rollout.llm_server:LLMServerClient._acquire_server",
                "verl.workers.rollout.llm_server:LLMServerClient._release_server",
@@ -56,11 +56,9 @@ def config_path(run_dir: str) -> str:
     return os.path.join(run_dir, "esgrpo", FILE)
 
 
-def write_config(path: str, segment) -> None:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(f"router_class: {__name__}.{NAME}\nseed: {segment.seed}\n"
-                   f"tail_share: {segment.routing.tail_share}\n")
+def config_text(segment) -> str:
+    """What stands in that file."""
+    return f"router_class: {__name__}.{NAME}\nseed: {segment.seed}\ntail_share: {segment.routing.tail_share}\n"
 
 
 def class_of(sampling_params) -> str:

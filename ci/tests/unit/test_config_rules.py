@@ -1,0 +1,100 @@
+"""The plan of verl's settings: data from a config that stays as it was, whatever the trainer."""
+
+from __future__ import annotations
+
+import pytest
+
+omegaconf = pytest.importorskip("omegaconf")
+
+from esgrpo import config as settings  # noqa: E402
+from esgrpo.errors import ConfigError  # noqa: E402
+from esgrpo.hooks.verl.config_rules import Plan, fill, optimizer_steps_per_version  # noqa: E402
+
+ANCHOR = "segment.pois.anchor: auto -> "
+
+
+def composed(trainer: str, steps: int, **more):
+    """The part of verl's config that the rules read, with `steps` optimiser steps between two weight syncs."""
+    parts = {"actor_rollout_ref": {
+        "actor": {"loss_agg_mode": "token-mean", "ppo_epochs": 1, "policy_loss": {"loss_mode": "pois"},
+                  "ppo_mini_batch_size": 8},
+        "rollout": {"name": "vllm", "n": 8, "calculate_log_probs": True, "router_config_path": None,
+                    "free_cache_engine": False}},
+        "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"bypass_mode": True}},
+        "data": {"max_response_length": 64, "train_batch_size": 8 * steps}}
+    if trainer in ("fully_async", "0.7.0"):
+        parts["async_training"] = {"require_batches": 1, "trigger_parameter_sync_step": steps}
+        if trainer == "0.7.0":
+            parts["async_training"] |= {"compute_prox_log_prob": False, "use_rollout_log_probs": True}
+            parts["algorithm"]["rollout_correction"] = None
+    else:
+        v1 = {"trainer_mode": trainer, "sync": {}, "colocate_async": {"num_warmup_batches": 1},
+              "separate_async": {"num_warmup_batches": 1, "parameter_sync_step": steps},
+              "sampler": {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop"}}
+        parts["trainer"] = {"v1": v1}
+    return omegaconf.OmegaConf.merge(omegaconf.OmegaConf.create(parts), more)
+
+
+def planned(config, v1: bool = False, **segment) -> Plan:
+    parsed = settings.parse({"enable": True, "segment_length": 32, **segment})
+    plan = Plan(parsed)
+    features = settings.features(parsed, config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    fill(plan, config, features | ({"v1"} if v1 else set()))
+    return plan
+
+
+@pytest.mark.parametrize("trainer", ["fully_async", "0.7.0", "sync", "colocate_async", "separate_async"])
+@pytest.mark.parametrize("steps, anchor", [(1, "token"), (4, "version")])
+def test_the_anchor_of_every_trainer(trainer, steps, anchor):
+    v1 = trainer in ("sync", "colocate_async", "separate_async")
+    config = composed(trainer, steps)
+    assert optimizer_steps_per_version(config, v1) == steps
+    before = omegaconf.OmegaConf.to_container(config)
+    plan = planned(config, v1)
+    assert plan.segment.pois.anchor == anchor and settings.parse({}).pois.anchor == "auto"
+    assert [line for line in plan.lines if f"{ANCHOR}{anchor}, because a weight version has {steps} " in line]
+    needs = "async_training.compute_prox_log_prob" if trainer == "0.7.0" else "algorithm.rollout_correction.bypass_mode"
+    assert plan.settings == ({} if anchor == "token" else {needs: trainer == "0.7.0"})
+    assert omegaconf.OmegaConf.to_container(config) == before and not plan.files
+
+
+def test_a_batch_that_is_no_multiple_of_the_mini_batch_is_rounded_up():
+    """As verl's v1 trainers pad it."""
+    assert optimizer_steps_per_version(composed("sync", 1, data={"train_batch_size": 20}), True) == 3
+
+
+def test_where_the_log_probs_of_a_version_are_not_to_be_had_the_token_stays_with_a_warning():
+    plan = planned(composed("0.7.0", 4, async_training={"use_rollout_log_probs": False}))
+    assert plan.segment.pois.anchor == "token" and not plan.settings
+    assert "use_rollout_log_probs=False leaves no other" in plan.lines[0] and "nothing clips" in plan.lines[1]
+
+
+def test_an_anchor_of_the_users_own_stays():
+    for anchor in ("token", "version"):
+        for steps in (1, 4):
+            plan = planned(composed("fully_async", steps), pois={"anchor": anchor})
+            assert plan.segment.pois.anchor == anchor and not [line for line in plan.lines if ANCHOR in line]
+
+
+def test_routing_plans_a_router_only_for_replicas_of_the_tail():
+    """Without them verl's own router or the user's stays, and a deterministic one, too."""
+    routing = {"history": {"enable": True}, "routing": {"enable": True, "tail_share": 0.0}}
+    taken = {"actor_rollout_ref": {"rollout": {"router_config_path": "/my/router.yaml", "full_determinism": True}}}
+    plan = planned(composed("fully_async", 1, **taken), **routing)
+    assert not plan.files and not plan.settings
+    routing["routing"]["tail_share"] = 0.5
+    plan = planned(composed("fully_async", 1), **routing)
+    (path,) = plan.files
+    assert plan.settings == {"actor_rollout_ref.rollout.router_config_path": path}
+    assert path == "RUN_DIR/esgrpo/router.yaml" and "tail_share: 0.5" in plan.files[path]
+    with pytest.raises(ConfigError, match="/my/router.yaml.*tail_share above 0.*verl mounts one router"):
+        planned(composed("fully_async", 1, **taken), **routing)
+
+
+def test_a_disabled_router_is_not_planned():
+    parsed = settings.parse({"enable": True, "segment_length": 32, "history": {"enable": True},
+                             "routing": {"enable": True, "tail_share": 0.5}})
+    for slug in ("tail-router", "*"):
+        plan = Plan(parsed)
+        fill(plan, composed("fully_async", 1), settings.features(parsed, "vanilla"), disabled=frozenset({slug}))
+        assert not plan.files and not plan.settings
