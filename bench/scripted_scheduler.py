@@ -102,3 +102,22 @@ def model_output(order: list[str], tokens: np.ndarray, logprobs: np.ndarray, sil
         sampled_token_ids=[[] if key in silent else [token]
                            for key, token in zip(order, tokens.tolist(), strict=True)],
         logprobs=lists, prompt_logprobs_dict={}, pooler_output=[])
+
+
+def drafted_output(order: list[str], tokens: list[list[int]], logprobs: list[list[float]]):
+    """`model_output` under speculative decoding: several tokens for a request, each with a row; no token: silent.
+
+    Rows follow vLLM's expanded layout: a silent request has a row, too, which holds nothing.
+    """
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+    rows = [values or [0.0] for values in logprobs]
+    starts = np.cumsum([0, *map(len, rows)]).tolist()
+    ids = np.asarray([token for made, values in zip(tokens, rows, strict=True)
+                      for token in (made or [0] * len(values))])
+    lists = call_with_known(
+        LogprobsLists, logprob_token_ids=ids[:, None], logprobs=np.concatenate(rows).astype(np.float32)[:, None],
+        sampled_token_ranks=np.zeros(len(ids), dtype=np.int64), cu_num_generated_tokens=starts)
+    return call_with_known(
+        ModelRunnerOutput, req_ids=list(order), req_id_to_index={key: i for i, key in enumerate(order)},
+        sampled_token_ids=[list(made) for made in tokens], logprobs=lists, prompt_logprobs_dict={}, pooler_output=[])

@@ -16,6 +16,7 @@ QUIET = {"enable": True, "segment_length": 8}
 SCARCE = 14  # blocks of 16 tokens: four requests of 16 + 50 tokens need 20
 PRUNED_AT = 32  # default repetition rule: looked at every 32 tokens
 LENGTH = 60
+DRAFTS = 8  # tokens a step, beside the model's own
 
 
 class Unsupported(Exception):
@@ -88,6 +89,22 @@ def a_window_counts_delivered_tokens_only(new):
     player.run()
     expect(player.counts(), {f"r{i}": 4 + 4 * i for i in range(6)}, "tokens")
     expect(sum(player.made.values()), sum(player.counts().values()) + 6 * player.lag, "tokens sampled")
+    _finished(player)
+
+
+def an_accepted_draft_may_go_on_after_the_end(new):
+    """Upstream trims what follows it, and so do sums and window; drafts of the others run on, some are rejected."""
+    for segment in (None, QUIET):
+        player = new(segment)
+        if player.lag and not hasattr(player.scheduler, "_spec_token_placeholders"):
+            raise Unsupported("this async scheduler takes no drafts by hand")
+        player.speculate(DRAFTS)
+        for i in range(8):
+            player.add(f"r{i}", eos_at=2 + 5 * i if i < 6 else None, member=i, max_tokens=41)
+        player.run()
+        expect(player.counts(), {f"r{i}": min(3 + 5 * i, 41) if i < 6 else 41 for i in range(8)},
+               f"tokens, segment={segment}")
+        expect(player.trimmed > 0, True, "tokens were trimmed")
     _finished(player)
 
 
@@ -288,6 +305,7 @@ CASES = (
     finish_takes_a_whole_group_in_one_step,
     finish_takes_named_members_in_one_step,
     a_window_counts_delivered_tokens_only,
+    an_accepted_draft_may_go_on_after_the_end,
     versions_between_steps,
     abort_while_steps_are_in_flight,
     abort_while_a_prefill_is_in_flight,

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from bench.scripted_scheduler import make_request, make_scheduler, model_output
+from bench.scripted_scheduler import drafted_output, make_request, make_scheduler, model_output
 
 EOS = 7
 LOOP = 100  # the token of a request that repeats itself; others make LOOP + i as their i-th token
@@ -38,6 +38,16 @@ class Player:
         self.tokens, self.logprobs, self.ends = defaultdict(list), defaultdict(list), {}
         self.script = {}
         self.queue = []  # scheduled, output not yet handed in
+        self.drafts = 0  # tokens that are drafted for every request and step
+        self.trimmed = 0  # tokens beyond an end that upstream did not deliver
+
+    def speculate(self, drafts: int) -> None:
+        """From now on a step holds up to `drafts` accepted tokens of each request beside its own one."""
+        self.drafts = drafts
+        scheduler = self.scheduler
+        scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = drafts
+        if self.lag:
+            scheduler._spec_token_placeholders = [-1] * drafts
 
     def add(self, key: str, eos_at: int | None = None, loop: bool = False, **fields) -> None:
         request = make_request(key, **fields)
@@ -45,32 +55,52 @@ class Player:
         self.script[key] = eos_at, loop
         self.scheduler.add_request(request)
 
-    def _sample(self, scheduled: dict[str, int]):
-        order, requests = list(scheduled), self.scheduler.requests
+    def _sample(self, output):
+        scheduled, requests = output.num_scheduled_tokens, self.scheduler.requests
+        order = list(scheduled)
         silent = {key for key in order if requests[key].num_computed_tokens < requests[key].num_tokens}
-        tokens = []
+        tokens, values = [], []
         for key in order:
-            eos_at, loop = self.script[key]
-            i = self.made[key]
-            tokens.append(EOS if i == eos_at else LOOP if loop else LOOP + i)
-            self.made[key] += key not in silent
-        values = np.asarray([-0.01 * (self.made[key] + len(key)) for key in order], dtype=np.float32)
-        return model_output(order, np.asarray(tokens, dtype=np.int64), values, silent)
+            drafted = len(output.scheduled_spec_decode_tokens.get(key, ()))
+            accepted = self.made[key] % (drafted + 1)  # of the others all are, and one is rejected, in turn
+            tokens.append([self._token(key, self.made[key] + i) for i in range(1 + accepted)])
+            self.made[key] += 0 if key in silent else 1 + accepted
+            values.append([-0.01 * (self.made[key] - i + len(key)) for i in reversed(range(1 + accepted))])
+        if self.drafts and order:
+            places = range(len(order))
+            return drafted_output(order, *([[] if order[place] in silent else column[place] for place in places]
+                                           for column in (tokens, values)))
+        return model_output(order, np.asarray([made[0] for made in tokens], dtype=np.int64),
+                            np.asarray([row[0] for row in values], dtype=np.float32), silent)
+
+    def _token(self, key: str, i: int) -> int:
+        eos_at, loop = self.script[key]
+        return EOS if i == eos_at else LOOP if loop else LOOP + i
+
+    def _draft(self) -> None:
+        """What the worker drafted after the last step; async scheduling puts placeholders in by itself."""
+        for request in self.scheduler.running if self.drafts and not self.lag else ():
+            if request.num_computed_tokens >= request.num_tokens - 1:
+                request.spec_token_ids = [LOOP] * self.drafts
 
     def step(self) -> None:
         """One turn of EngineCore's loop: fill the queue of batches first, then take the oldest output."""
         if self.scheduler.has_requests():
+            self._draft()
             output = self.scheduler.schedule()
-            self.queue.append((output, self._sample(output.num_scheduled_tokens)))
+            self.queue.append((output, self._sample(output)))
             if len(self.queue) <= self.lag and (output.num_scheduled_tokens or self.scheduler.has_requests()):
                 return
         if self.queue:
             self.hand_in()
 
     def hand_in(self) -> None:
-        for client in self.scheduler.update_from_output(*self.queue.pop(0)).values():
+        scheduled, sampled = self.queue.pop(0)
+        made = {key: len(tokens) for key, tokens in zip(sampled.req_ids, sampled.sampled_token_ids, strict=True)}
+        for client in self.scheduler.update_from_output(scheduled, sampled).values():
             for output in client.outputs:
                 key = output.request_id
+                self.trimmed += made.get(key, 0) - len(output.new_token_ids)
                 self.tokens[key] += output.new_token_ids
                 if output.new_logprobs is not None:
                     self.logprobs[key] += np.asarray(output.new_logprobs.logprobs)[:, 0].tolist()

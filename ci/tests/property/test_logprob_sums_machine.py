@@ -51,7 +51,7 @@ class Sums(RuleBasedStateMachine):
     @rule(data=st.data(), with_logprobs=st.sampled_from([True, True, True, False]))
     def output(self, data, with_logprobs):
         scheduled = self.flight.popleft()
-        sampled, rows, starts, expected = [], [], [], 0
+        sampled, rows, starts, expected, drawn = [], [], [], 0, {}
         for key, tokens in scheduled.items():
             values = data.draw(st.lists(st.floats(-9, 0, width=32), max_size=tokens), label=key)
             sampled.append([7] * len(values))
@@ -59,6 +59,7 @@ class Sums(RuleBasedStateMachine):
             padding = max(1, len(values)) if self.layout in ("plain", "filtered") else tokens
             rows += values + [self.junk] * (padding - len(values))
             if key in self.alive:
+                drawn[key] = values
                 expected += len(values)
                 self.alive[key] += sum(values) if with_logprobs else 0.0
         ends = [] if self.layout == "expanded-without-end" else [len(rows)]
@@ -69,6 +70,12 @@ class Sums(RuleBasedStateMachine):
                                  req_id_to_index={key: index for index, key in enumerate(scheduled)},
                                  logprobs=logprobs if with_logprobs else None)
         assert self.sums.add(output, scheduled, self.alive) == expected
+        assert self.sums.several == {key: len(values) for key, values in drawn.items() if len(values) > 1}
+        for key in data.draw(st.sets(st.sampled_from(sorted(drawn))) if drawn else st.just(set()), label="ends"):
+            kept = data.draw(st.integers(min(1, len(drawn[key])), len(drawn[key])), label="kept")
+            assert self.sums.trim(key, kept) == len(drawn[key]) - kept
+            self.alive[key] -= sum(drawn[key][kept:]) if with_logprobs else 0.0
+            self.end_of(key)
 
     @rule()
     def nothing_sampled(self):
@@ -80,7 +87,9 @@ class Sums(RuleBasedStateMachine):
     @rule(data=st.data(), tracked=st.sampled_from([True, True, False]))
     def end(self, data, tracked):
         """The request is freed; its sum is asked for only when the segment book knows it."""
-        key = data.draw(st.sampled_from(sorted(self.alive)))
+        self.end_of(data.draw(st.sampled_from(sorted(self.alive))), tracked)
+
+    def end_of(self, key, tracked=True):
         self.sums.ended(key, sum(step.get(key, 0) for step in self.flight))
         expected = self.alive.pop(key)
         if tracked:

@@ -82,3 +82,20 @@ def test_steps_without_tokens_or_logprobs():
     assert add(sums, "", []) == 0
     assert add(sums, "ab", [1, 1]) == 2
     assert (sums.pop("a"), sums._order) == (0, [])
+
+
+@pytest.mark.parametrize("beyond", [-9.0, -INF])
+def test_what_follows_an_end_is_taken_back(beyond):
+    """An accepted draft holds the end of "a": the last two of its four tokens are never delivered."""
+    sums = LogprobSums()
+    add(sums, "ab", [1, 1], [-1, -2])
+    assert add(sums, "ab", [4, 2], [-1, -1, beyond, -3, -4, -4], [0, 4, 6]) == 6
+    assert sums.several == {"a": 4, "b": 2}
+    assert (sums.trim("a", 2), sums.trim("a", 2), sums.trim("b", 2), sums.trim("c", 0)) == (2, 0, 0, 0)
+    assert (sums.pop("a"), sums.pop("b")) == (-3, -10)
+
+
+def test_tokens_are_trimmed_without_logprobs_and_without_rows():
+    sums = LogprobSums()
+    assert add(sums, "a", [3]) == 3 and sums.trim("a", 1) == 2 and sums.pop("a") == 0
+    assert add(sums, "a", [3], [-1]) == 3 and sums.trim("a", 2) == 1 and sums.pop("a") == -1  # vLLM < 0.12: one row

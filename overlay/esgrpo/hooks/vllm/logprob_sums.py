@@ -21,6 +21,8 @@ class LogprobSums:
         self._sums = np.zeros(0)
         self._parked: dict[str, float] = {}  # preempted: in no batch now, may come back
         self._late: dict[str, int] = {}  # scheduled tokens whose rows are still to come, and will be dropped
+        self.several: dict[str, int] = {}  # ids with more than one token in the last step -> how many
+        self._last_step: tuple | None = None  # of that step: sums before it, rows, first row and number of rows of each
 
     def add(self, output, scheduled, alive) -> int:
         """Add one ModelRunnerOutput; returns the number of tokens in it that reach a response.
@@ -29,6 +31,7 @@ class LogprobSums:
         still exist: a request that has ended may have one more row in flight, which must not stay behind.
         """
         sampled = output.sampled_token_ids
+        self.several, self._last_step = {}, None
         if not sampled:
             return 0
         total = sum(map(len, sampled))
@@ -36,6 +39,7 @@ class LogprobSums:
         reached = total - sum(len(sampled[index]) for index in late)
         logprobs = output.logprobs
         if logprobs is None:
+            self._note_several(output, late)
             return reached
         if output.req_ids != self._order:
             self._reorder(list(output.req_ids), alive)
@@ -45,6 +49,7 @@ class LogprobSums:
             if late:  # of a request that lives on
                 self._sums[late] -= rows[late]
         else:  # speculative decoding, or prefill chunks that sampled nothing
+            self._note_several(output, late)
             counts = np.fromiter(map(len, sampled), dtype=np.int64, count=len(sampled))
             counts[late] = 0
             if starts is None:  # what was sampled beyond the first token has no row
@@ -53,8 +58,32 @@ class LogprobSums:
                 starts = np.asarray(starts[:len(counts)])
             owner = np.repeat(np.arange(len(counts)), counts)  # only sampled rows: others may hold -inf or nan
             row = np.arange(counts.sum()) + (starts - np.cumsum(counts) + counts)[owner]
-            self._sums += np.bincount(owner, weights=rows[row], minlength=len(counts))
+            self._last_step = self._sums, rows, starts, counts
+            self._sums = self._sums + np.bincount(owner, weights=rows[row], minlength=len(counts))
         return reached
+
+    def _note_several(self, output, late: list[int]) -> None:
+        sampled = output.sampled_token_ids
+        if max(map(len, sampled)) > 1:
+            dropped = set(late)
+            self.several = {key: len(tokens) for place, (key, tokens) in
+                            enumerate(zip(output.req_ids, sampled, strict=True))
+                            if len(tokens) > 1 and place not in dropped}
+
+    def trim(self, key: str, kept: int) -> int:
+        """Take back what follows the end of a response: of the last step's tokens of `key`, `kept` were delivered.
+
+        An accepted draft may go on after the end. Returns how many tokens were trimmed; before `pop`.
+        """
+        made = self.several.pop(key, 0)
+        if made <= kept:
+            return 0
+        if self._last_step is not None:
+            before, rows, starts, counts = self._last_step
+            place = self._order.index(key)
+            first, count = int(starts[place]), min(kept, int(counts[place]))
+            self._sums[place] = before[place] + rows[first:first + count].sum(dtype=np.float64)
+        return made - kept
 
     def ended(self, key: str, in_flight: int) -> None:
         """Upstream drops what the worker still samples for a request, most often an ended one.

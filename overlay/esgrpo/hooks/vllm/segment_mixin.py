@@ -54,6 +54,7 @@ class SegmentMixin:
         self.segment_replica = os.environ.get("VERL_REPLICA_RANK") or self.vllm_config.instance_id
         self.segment_occupancy = Occupancy(settings.capacity or self.max_num_running_reqs, time.time)
         self.segment_outcomes: Counter = Counter()
+        self.segment_before: dict[str, int] = {}  # tokens before the last step, of requests that it gave several
         self.segment_flight: deque[dict[str, int]] = deque()  # tokens per request of steps without their output yet
 
     def add_request(self, request, *args, **kwargs):
@@ -110,6 +111,8 @@ class SegmentMixin:
         # Before upstream frees what ends in this step, so that the last token is in the sum.
         self.segment_occupancy.window.tokens += self.segment_logprobs.add(
             model_runner_output, scheduler_output.num_scheduled_tokens, self.requests)
+        self.segment_before = {key: self.requests[key].num_output_tokens for key in self.segment_logprobs.several
+                               if key in self.requests}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         book = self.segment_book
         due = book.advance()
@@ -155,7 +158,11 @@ class SegmentMixin:
         output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD: payload}
 
     def _free_request(self, request, *args, **kwargs):
-        self.segment_logprobs.ended(request.request_id, self._segment_in_flight(request.request_id))
+        key = request.request_id
+        self.segment_logprobs.ended(key, self._segment_in_flight(key))
+        if key in self.segment_before:  # an accepted draft may hold the end: upstream trims what follows it
+            kept = request.num_output_tokens - self.segment_before.pop(key)
+            self.segment_occupancy.window.tokens -= self.segment_logprobs.trim(key, kept)
         freed = super()._free_request(request, *args, **kwargs)
         aborted = str(request.get_finished_reason()) == "abort"
         payload = self._segment_payload(request, "abort" if aborted else "finish", "")
