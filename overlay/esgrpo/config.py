@@ -10,10 +10,12 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from esgrpo import conditions
 from esgrpo.errors import ConfigError
 
 PREFIX = "actor_rollout_ref.rollout.segment"
@@ -23,17 +25,24 @@ ENV_FACTS = "ESGRPO_FACTS"
 ENV_RUN_ID = "ESGRPO_RUN_ID"  # new for every start of a driver
 
 
-def _number(default, low, high, doc, open_low=False):
+def _number(default, low, high, doc, open_low=False, needs=()):
     """A numeric field with its inclusive range; None stands for no bound, open_low excludes `low` itself."""
-    return field(default=default, metadata={"low": low, "high": high, "doc": doc, "open_low": open_low})
+    return field(default=default, metadata={"low": low, "high": high, "doc": doc, "open_low": open_low,
+                                            "needs": needs})
 
 
-def _choice(default, options, doc):
-    return field(default=default, metadata={"options": options, "doc": doc})
+def _choice(default, options, doc, needs=()):
+    return field(default=default, metadata={"options": options, "doc": doc, "needs": needs})
 
 
-def _flag(default, doc):
-    return field(default=default, metadata={"doc": doc})
+def _flag(default, doc, needs=()):
+    """A switch. `needs` are keys of which one must be on, or the switch has no effect."""
+    return field(default=default, metadata={"doc": doc, "needs": needs})
+
+
+def _section(cls, needs=("enable",)):
+    """A group of keys; `needs` as for a switch, for all of them."""
+    return field(default_factory=cls, metadata={"needs": needs})
 
 
 def _text(default, doc):
@@ -66,7 +75,8 @@ class Resolved:
 class Audit:
     """How pruning by group rules is measured and bounded."""
 
-    enable: bool = _flag(False, "exempt candidates by a coin and weight the rows that were kept")
+    enable: bool = _flag(False, "exempt candidates by a coin and weight the rows that were kept",
+                         needs=("prune.resolved.enable", "prune.finish_group_after", "prune.repetition.enable"))
     exempt_prob: float = _number(0.1, 0.0, 1.0, "a candidate for pruning runs to its end with this probability",
                                  open_low=True)
     max_fraction: float = _number(0.5, 0.0, 1.0, "share of a group's members that may be pruned")
@@ -134,7 +144,8 @@ class Sampler:
 @dataclass(frozen=True)
 class Sync:
     requests: str = _choice("abort", ("abort", "keep"), "what a weight sync does to running requests")
-    kv: str = _choice("keep", ("keep", "rebuild"), "KV cache of kept requests: go on with it, or prefill it again")
+    kv: str = _choice("keep", ("keep", "rebuild"), "KV cache of kept requests: go on with it, or prefill it again",
+                      needs=("sync.requests",))
 
 
 @dataclass(frozen=True)
@@ -159,19 +170,21 @@ class Segment:
     seed: int = _number(0, 0, None, "of every random decision")
     enable: bool = _flag(False, "segment rollout")
     observe: bool = _flag(False, "measure and record, decide nothing (the baseline arm of a comparison)")
-    segment_length: int = _number(1024, 2, None, "tokens between two boundaries of a response")
-    boundary: str = _choice("soft", ("soft", "yield"), "what a boundary does: evaluate only, or hand the response back")
-    capacity: int = _number(0, 0, None, "requests at which a replica is full, for bubble_rate; 0: max_num_seqs")
+    segment_length: int = _number(1024, 2, None, "tokens between two boundaries of a response", needs=("enable",))
+    boundary: str = _choice("soft", ("soft", "yield"), "what a boundary does: evaluate only, or hand the response back",
+                            needs=("enable",))
+    capacity: int = _number(0, 0, None, "requests at which a replica is full, for bubble_rate; 0: max_num_seqs",
+                            needs=("enable", "observe"))
     token_outputs: bool = _flag(False, "no text is made of tokens: verl reads their ids and log-probs")
     success_threshold: float = _number(
         0.5, None, None, "a sample is correct from this score (or numeric acc) on; a boolean acc decides alone"
     )
-    history: History = field(default_factory=History)
-    routing: Routing = field(default_factory=Routing)
-    elastic: Elastic = field(default_factory=Elastic)
-    prune: Prune = field(default_factory=Prune)
-    sampler: Sampler = field(default_factory=Sampler)
-    sync: Sync = field(default_factory=Sync)
+    history: History = _section(History)
+    routing: Routing = _section(Routing)
+    elastic: Elastic = _section(Elastic)
+    prune: Prune = _section(Prune)
+    sampler: Sampler = _section(Sampler)
+    sync: Sync = _section(Sync)
     pois: Pois = field(default_factory=Pois)
     dmmpt: Dmmpt = field(default_factory=Dmmpt)
 
@@ -216,6 +229,11 @@ REMOVED = {f"{PREFIX}.prune.hopeless": "drop it: it never pruned anything, becau
                                        "prune.resolved and prune.repetition are the rules that act"}
 
 
+# (section, smaller, larger): bounds that must be in order
+IN_ORDER = (("elastic", "min_length", "max_length"), ("prune.audit", "min_candidates", "window"),
+            ("routing", "short_quantile", "tail_quantile"))
+
+
 def _merged(below: Mapping, above: Mapping) -> dict:
     """`above` over `below`, key by key."""
     result = dict(below)
@@ -253,7 +271,7 @@ def _check_value(path: str, spec, kind: str, value):
     if not number or (kind == "int" and not isinstance(value, int)):
         fail(_range_text(spec, kind))
     low, high = spec["low"], spec["high"]
-    outside = (low is not None and value < low) or (high is not None and value > high) or value != value
+    outside = (low is not None and value < low) or (high is not None and value > high) or not math.isfinite(value)
     if outside or (spec.get("open_low") and value == low):
         fail(_range_text(spec, kind))
     return float(value) if kind == "float" else value
@@ -324,10 +342,27 @@ def _check_sections(segment: Segment) -> None:
     for section, enable in (("history", segment.history.enable), ("elastic", segment.elastic.enable)):
         if enable and not segment.enable:
             needs(f"{section}.enable", f"{PREFIX}.enable", f"{section} acts on segments")
-    low, high = segment.elastic.min_length, segment.elastic.max_length
-    if low > high:
-        raise ConfigError(f"{PREFIX}.elastic.min_length", str(low), f"at most max_length = {high}",
-                          "the run does not start", "swap the two")
+    for key, value, needed in _without_effect(segment):
+        if isinstance(value, bool) or value in (conditions.spec_of(Segment, key).metadata.get("options") or ()):
+            raise ConfigError(f"{PREFIX}.{key}", str(value).lower(),
+                              f"{PREFIX}.{f' or {PREFIX}.'.join(needed)} with it",
+                              "it would have no effect, the run does not start",
+                              f"switch {needed[0]} on, too, or drop {key}")
+    for section, smaller, larger in IN_ORDER:
+        low, high = (conditions.value_of(segment, f"{section}.{name}") for name in (smaller, larger))
+        if low > high:
+            raise ConfigError(f"{PREFIX}.{section}.{smaller}", str(low), f"at most {larger} = {high}",
+                              "the run does not start", f"lower it, or raise {larger}")
+
+
+def _without_effect(segment: Segment):
+    return conditions.without_effect(segment, _build(Segment, PROFILES[segment.profile], PREFIX), Segment())
+
+
+def idle(segment: Segment) -> list[str]:
+    """One line for each number or path that was set although what it belongs to is off."""
+    return [f"{PREFIX}.{key}={value}: no effect without {PREFIX}.{f' or {PREFIX}.'.join(needed)}"
+            for key, value, needed in _without_effect(segment)]
 
 
 def features(segment: Segment, loss_mode: str) -> frozenset[str]:

@@ -39,6 +39,9 @@ REFUSED = {
     "router": ([*ROUTING, "actor_rollout_ref.rollout.router_config_path=/my/router.yaml"],
                ["router_config_path", "/my/router.yaml", "tail_share=0"]),
     "deterministic": ([*ROUTING, "actor_rollout_ref.rollout.full_determinism=True"], ["full_determinism"]),
+    "interpolation": ([*ON, f"{SEGMENT}.history.path=${{oc.env:SET_BY_NOBODY}}"],
+                      ["segment.history.path", "SET_BY_NOBODY"]),
+    "no effect": ([f"{SEGMENT}.boundary=yield"], ["segment.boundary", "segment.enable", "no effect"]),
     "path": ([*ON, "+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH=/elsewhere"], ["/elsewhere", "PYTHONPATH"]),
 }
 ACCEPTED = {
@@ -54,6 +57,8 @@ ACCEPTED = {
     "keep-hybrid": [*ON, f"{SEGMENT}.sync.requests=keep", "async_training.use_dynamic_resource_scheduling=True"],
     "three steps token": [*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=token",
                           "async_training.trigger_parameter_sync_step=3"],
+    "idle": [*ON, f"{SEGMENT}.prune.audit.window=600"],
+    "unwritable": [*ON, f"{SEGMENT}.history.enable=True", f"{SEGMENT}.history.path=/dev/null/history.json"],
     "routing": [*ROUTING, "trainer.default_local_dir=routing-run"],
     "order alone": [*ORDER, "trainer.default_local_dir=order-run", "actor_rollout_ref.rollout.full_determinism=True",
                     "actor_rollout_ref.rollout.router_config_path=/my/router.yaml"],
@@ -155,6 +160,11 @@ def test_kept_requests_need_a_cache_that_stays(answers):
     for part in ("free_cache_engine: True -> False", "there are no standalone replicas", "hybrid replicas"):
         assert answers["said"].count(part) == 1
     assert answers["keep"]["features"] == "keep,observe,segment"
+
+
+def test_what_has_no_effect_is_said_once(answers):
+    assert answers["said"].count("prune.audit.window=600: no effect without") == 1
+    assert answers["said"].count("history.path=/dev/null/history.json: /dev/null is a file") == 1
 
 
 def test_observing_changes_nothing_of_verls_settings(answers):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from esgrpo import config
+from esgrpo import conditions, config
 from esgrpo.config import PREFIX, Segment, parse
 from esgrpo.errors import ConfigError, EsgrpoError
 
@@ -66,7 +66,8 @@ def test_a_segment_longer_than_the_response_budget():
     assert parse({"segment_length": 513}, response_length=512).enable is False  # off: nothing can be wrong with it
 
 
-PAIRS = ("max_pattern_size", "min_pattern_size", "max_length", "min_length")
+PAIRS = ("max_pattern_size", "min_pattern_size", "max_length", "min_length", "short_quantile", "tail_quantile",
+         "window", "min_candidates")
 
 
 @pytest.mark.parametrize("path, field", NUMBERS, ids=[".".join(p) for p, _ in NUMBERS])
@@ -119,6 +120,98 @@ def test_a_section_without_what_it_needs_is_refused(name):
     assert value_of(parse(merged), path) is True
 
 
+GATED = [(key, spec, needs) for key, spec, needs in conditions.leaves(Segment) if needs]
+FREE = {"profile", "enable", "observe"}  # the main switches
+LOSS = {"pois.anchor", "dmmpt.enable"}  # what these need is the loss, which config_rules knows
+
+
+def another(key, spec):
+    """A valid value that is not the default."""
+    default, high = spec.default, spec.metadata.get("high")
+    if spec.type == "bool":
+        return not default
+    if "options" in spec.metadata:
+        return next(option for option in spec.metadata["options"] if option != default)
+    if spec.type == "str":
+        return "elsewhere.json"
+    pair = next((pair for pair in config.IN_ORDER if key.startswith(pair[0] + ".") and key.endswith(pair[1:])), None)
+    if pair is not None:  # the smaller one goes down, the larger one up
+        return default * 0.9 if spec.type == "float" and key.endswith(pair[1]) else (
+            min(high or math.inf, default * 1.1) if spec.type == "float" else
+            default - 1 if key.endswith(pair[1]) else default + 1)
+    return default + 1 if spec.type == "int" and (high is None or default < high) else (
+        default - 1 if spec.type == "int" else (default + (1.0 if high is None else high)) / 2)
+
+
+def with_needs(values, needs):
+    """`values` with the first alternative of every condition on, and what that one needs."""
+    specs = {key: (spec, conditions_) for key, spec, conditions_ in conditions.leaves(Segment)}
+    for names in needs:
+        spec, more = specs[names[0]]
+        if value_at(values, names[0]) is None:
+            values = config._merged(values, nested(names[0].split("."), another(names[0], spec)))
+            values = with_needs(values, more)
+    for switch, other in (("routing.enable", "history.enable"), ("sampler.enable", "history.enable"),
+                          ("history.enable", "enable"), ("prune.resolved.enable", "prune.audit.enable"),
+                          ("prune.audit.enable", "prune.resolved.enable"),
+                          ("prune.finish_group_after", "prune.audit.enable")):
+        if value_at(values, switch) and value_at(values, other) is None:
+            values = with_needs(values, ((other,),))
+    return values
+
+
+def value_at(values, key):
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def test_every_key_below_a_switch_is_gated():
+    ungated = {key for key, _, needs in conditions.leaves(Segment) if not needs} - FREE - LOSS
+    assert all("." not in key for key in ungated), ungated  # each section says what it needs
+    assert {"prune.repetition.enable", "sync.requests", "sync.kv", "boundary", "prune.audit.window"} <= {
+        key for key, _, _ in GATED}
+
+
+@pytest.mark.parametrize("key, spec, needs", GATED, ids=[key for key, _, _ in GATED])
+def test_a_key_without_what_it_needs_is_refused_or_said(key, spec, needs):
+    """By itself it is refused (switches) or said in one line (numbers); with all that it needs it is neither."""
+    values = nested(key.split("."), another(key, spec))
+    try:
+        lines = config.idle(parse(values))
+    except ConfigError as error:
+        assert f"{PREFIX}.{key}" in str(error) and str(error).count(" | ") == 3
+    else:
+        assert spec.type in ("int", "float", "str") and "options" not in spec.metadata
+        assert any(line.startswith(f"{PREFIX}.{key}=") and "no effect without" in line for line in lines), lines
+    segment = parse(with_needs(values, needs))
+    assert conditions.value_of(segment, key) == another(key, spec) and config.idle(segment) == []
+    assert parse(json.loads(config.to_json(segment))) == segment  # what the driver accepted, every process does
+
+
+@pytest.mark.parametrize("profile", list(config.PROFILES))
+def test_a_profile_is_blamed_for_nothing(profile):
+    assert config.idle(parse({"profile": profile})) == []
+    if profile != "elastic":  # whose history needs the main switch
+        assert config.idle(parse({"profile": profile, "enable": False})) == []
+
+
+@pytest.mark.parametrize("section, smaller, larger", config.IN_ORDER)
+def test_bounds_that_are_not_in_order(section, smaller, larger):
+    high = conditions.value_of(Segment(), f"{section}.{larger}")
+    spec = conditions.spec_of(Segment, f"{section}.{larger}")
+    above = high + 1 if spec.type == "int" else (high + 1.0) / 2
+    line = refusal(nested(section.split("."), {smaller: above}))
+    assert f"{PREFIX}.{section}.{smaller}" in line and f"at most {larger} = {high}" in line
+
+
+@pytest.mark.parametrize("path, field", [leaf for leaf in NUMBERS if leaf[1].type == "float"],
+                         ids=[".".join(p) for p, f in NUMBERS if f.type == "float"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_no_number_is_infinite(path, field, value):
+    assert ".".join((PREFIX, *path)) in refusal(nested(path, value))
+
+
 def test_profiles_are_defaults_and_the_user_has_the_last_word():
     elastic = parse({"profile": "elastic", "prune": {"resolved": {"null_prob": 0.2}}, "sampler": {"enable": False}})
     assert elastic.prune.resolved.enable and elastic.prune.resolved.null_prob == 0.2
@@ -133,7 +226,7 @@ def test_profiles_are_defaults_and_the_user_has_the_last_word():
 def test_choices_say_the_closest():
     assert "one of soft, yield (did you mean yield?)" in refusal({"boundary": "yeild"})
     assert "one of token, version |" in refusal({"pois": {"anchor": 7}})
-    assert parse({"boundary": "yield"}).boundary == "yield"
+    assert parse({"enable": True, "boundary": "yield"}).boundary == "yield"
 
 
 @pytest.mark.parametrize("values, closest", [
@@ -166,7 +259,7 @@ def test_nested_values_keep_their_siblings():
     segment = parse({"enable": True, "prune": {"repetition": {"enable": True, "min_count": 9}}})
     assert segment.prune.repetition == config.Repetition(enable=True, min_count=9)
     assert segment.prunes and segment.dmmpt == config.Dmmpt()
-    assert not parse({"prune": {"repetition": {"enable": True}}}).prunes  # segment.enable is the main switch
+    assert not config.Segment(prune=segment.prune).prunes  # segment.enable is the main switch
 
 
 def test_json_round_trip(monkeypatch):
@@ -191,7 +284,7 @@ def test_frozen():
 
 @pytest.mark.parametrize("values, loss_mode, names", [
     ({}, "vanilla", ""), ({"observe": True}, "vanilla", "observe"), ({"enable": True}, "vanilla", "observe segment"),
-    ({"enable": True, "boundary": "yield"}, "vanilla", "observe segment yield"), ({"boundary": "yield"}, "vanilla", ""),
+    ({"enable": True, "boundary": "yield"}, "vanilla", "observe segment yield"),
     ({"enable": True, "prune": {"repetition": {"enable": True}}}, "pois", "observe segment prune pois"),
     ({"enable": True, "prune": {"finish_group_after": 2, "audit": {"enable": True}}}, "pois",
      "observe segment prune weighted pois"),

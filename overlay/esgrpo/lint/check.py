@@ -275,6 +275,9 @@ def _overlay(said: list[dict], release: Release, lines: dict[str, int], launch: 
             who, found, wanted, consequence, todo = entry["refusal"]
             findings.append(Finding(_line(lines, who, launch), ERROR, who, f"{found}, wanted {wanted}; {consequence}",
                                     todo))
+        elif "idle" in entry:
+            key, _, why = entry["idle"].partition("=")
+            findings.append(Finding(_line(lines, key, launch), WARNING, key, why, "drop it, or switch that on"))
         elif "line" in entry:
             key, _, change = entry["line"].partition(": ")
             findings.append(Finding(_line(lines, key, launch), NOTE, key, change, "nothing: the overlay does it"))

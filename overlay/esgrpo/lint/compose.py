@@ -139,6 +139,7 @@ def _overlay(config, main: str) -> list[dict]:
         if features and config.trainer.get("use_v1", False) and config.get("async_training") is None:
             features |= {"v1"}
         said.append({"features": sorted(features)})
+        said += [{"idle": line} for line in settings.idle(segment)]
         plan = config_rules.Plan(segment)
         try:
             config_rules.fill(plan, config, features)

@@ -47,15 +47,14 @@ def build(original):
 
 def prepare(config) -> None:
     """Validate, hand the settings on in the environment, and apply what waited for the features."""
-    from omegaconf import OmegaConf
-
     from esgrpo import compat, engine
     from esgrpo import config as settings
 
     rollout = config.actor_rollout_ref.rollout
     raw = rollout.get("segment")
-    raw = OmegaConf.to_container(raw, resolve=True) if OmegaConf.is_config(raw) else raw
-    segment = settings.parse(raw, config.data.max_response_length)
+    segment = settings.parse(_plain(raw), config.data.max_response_length)
+    for line in (*settings.idle(segment), *_unwritable_history(segment)):
+        print(f"esgrpo: {line}", file=sys.stderr, flush=True)
     loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     features = settings.features(segment, loss_mode)
     v1 = is_v1(config)
@@ -85,6 +84,35 @@ def prepare(config) -> None:
                                "strict mode stops here", f"ESGRPO_DISABLE={row['slug']} or ESGRPO_STRICT=0 goes on")
     print(engine.boot_line() + f"; features: {', '.join(sorted(features)) or 'none'}; "
           + compat.verdict(compat.installed(), compat.load()), file=sys.stderr, flush=True)
+
+
+def _plain(raw):
+    """The group without OmegaConf. Raises ConfigError where an interpolation in it cannot be resolved."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from esgrpo import config as settings
+    from esgrpo.errors import ConfigError
+
+    try:
+        return OmegaConf.to_container(raw, resolve=True) if OmegaConf.is_config(raw) else raw
+    except OmegaConfBaseException as error:
+        raise ConfigError(error.full_key or settings.PREFIX, str(error).splitlines()[0], "a value that can be resolved",
+                          "the run does not start", "set what it refers to, or write the value itself") from None
+
+
+def _unwritable_history(segment) -> list[str]:
+    """A line when history.path cannot be written from here. Another node may see another file system: no refusal."""
+    from esgrpo.config import PREFIX
+
+    given = segment.history.path if segment.history.enable else ""
+    file = place = os.path.abspath(os.path.expanduser(given))
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    problem = ("is a directory" if os.path.isdir(file) else f"{place} is a file" if place != file
+               and not os.path.isdir(place) else "" if os.access(place, os.W_OK) else f"{place} is read-only")
+    return [f"{PREFIX}.history.path={given}: {problem}; unless the rollouter's node sees another file there, the "
+            "history is lost when the run ends"] if given and problem else []
 
 
 def is_v1(config) -> bool:
