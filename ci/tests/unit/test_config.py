@@ -225,7 +225,7 @@ def test_profiles_are_defaults_and_the_user_has_the_last_word():
 
 def test_choices_say_the_closest():
     assert "one of soft, yield (did you mean yield?)" in refusal({"boundary": "yeild"})
-    assert "one of token, version |" in refusal({"pois": {"anchor": 7}})
+    assert "one of auto, token, version |" in refusal({"pois": {"anchor": 7}})
     assert parse({"enable": True, "boundary": "yield"}).boundary == "yield"
 
 
