@@ -72,8 +72,22 @@ def make_scheduler(config, num_blocks: int, cls: type):
     return cls(**arguments)
 
 
+def block_hasher(config):
+    """What fills a request's block hashes, by which the prefix cache finds its blocks; None without that cache."""
+    from vllm.v1.core import kv_cache_utils
+
+    if not config.cache_config.enable_prefix_caching:
+        return None
+    try:
+        from vllm.utils.hashing import sha256
+    except ImportError:
+        from vllm.utils import sha256
+    kv_cache_utils.init_none_hash(sha256)
+    return kv_cache_utils.get_request_block_hasher(config.cache_config.block_size, sha256)
+
+
 def make_request(key: str, done_before: int = 0, max_tokens: int = 1 << 20, history=(),
-                 group: str = "g", member: int = 0, prompt_tokens: int = PROMPT, **more):
+                 group: str = "g", member: int = 0, prompt_tokens: int = PROMPT, hasher=None, **more):
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
@@ -81,7 +95,7 @@ def make_request(key: str, done_before: int = 0, max_tokens: int = 1 << 20, hist
         max_tokens=max_tokens, ignore_eos=True, logprobs=0,
         extra_args={"segment": {"group": group, "member": member, "done_before": done_before, **more}})
     request = call_with_known(Request, request_id=key, prompt_token_ids=[1] * prompt_tokens, pooling_params=None,
-                              sampling_params=parameters, eos_token_id=None)
+                              sampling_params=parameters, eos_token_id=None, block_hasher=hasher)
     if history:  # like a response that was preempted before
         request.append_output_token_ids(list(history))
     return request

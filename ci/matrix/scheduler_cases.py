@@ -1,7 +1,8 @@
 """What every scheduler class must do with the mixin in front: one function a case, the same for all vLLM releases.
 
 `new(segment, **options)` makes a Player; segment None is upstream's own class, the negative control: there nothing is
-pruned and nothing yields. Options: `blocks`, and `budget` in tokens a step (prompts longer than that are chunked).
+pruned and nothing yields. Options: `blocks`, `budget` in tokens a step (prompts longer than that are chunked), and
+`caching` for the prefix cache.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ SCARCE = 14  # blocks of 16 tokens: four requests of 16 + 50 tokens need 20
 PRUNED_AT = 32  # default repetition rule: looked at every 32 tokens
 LENGTH = 60
 DRAFTS = 8  # tokens a step, beside the model's own
+CHUNK = 32  # tokens of a prompt that one step prefills: two blocks
 
 
 class Unsupported(Exception):
@@ -261,6 +263,40 @@ def requests_kept_over_a_weight_sync_keep_their_kv(new):
     expect([window["kv_ages"] for window in windows], [[[0, 6]], [[0, 2], [1, 4]], [[0, 2], [2, 4]]], "ages of KV")
 
 
+def blocks_computed_over_a_weight_sync_are_never_found(new):
+    """A sync between two prefill chunks: what follows is computed from the first one's old KV, and so is the response.
+
+    Others may not find such blocks. They do find those of a request that arrived after the sync.
+    """
+    from vllm.v1.core.block_pool import BlockPool
+
+    if not hasattr(BlockPool, "evict_blocks"):
+        raise Unsupported("no request is kept over a sync: single blocks cannot leave the prefix cache")
+    for segment in (None, {**QUIET, "sync": {"requests": "keep"}}):
+        player = new(segment, budget=CHUNK, caching=True)
+        manager = player.scheduler.kv_cache_manager
+
+        def found(key, manager=manager) -> list[bool]:
+            """Whether the prefix cache has a block, for all that the request holds."""
+            held = set(manager.get_block_ids(key)[0])
+            return [block.block_hash is not None for block in manager.block_pool.blocks if block.block_id in held]
+
+        player.add("old", prompt_tokens=3 * CHUNK, max_tokens=2 * CHUNK)
+        player.run(1)
+        _pause(player, True)
+        expect(any(found("old")), True, "the first chunk's blocks are in the prefix cache")
+        player.scheduler.reset_prefix_cache()
+        _pause(player, False)
+        player.run(CHUNK)
+        expect(len(player.tokens["old"]) > 0, True, "the prompt is through")
+        expect(any(found("old")), segment is None, "blocks of old weights are in the prefix cache")
+        player.add("new", prompt_tokens=3 * CHUNK, max_tokens=2 * CHUNK)
+        player.run(CHUNK)
+        expect(any(found("new")), True, "blocks of new weights are in the prefix cache")
+        player.run()
+    _finished(player)
+
+
 def requests_kept_over_a_weight_sync_have_new_kv_after_a_rebuild(new):
     windows = _sync_with_kept_requests(new, rebuild=True)
     expect([window["kv_ages"] for window in windows], [[[0, 6]]] * 3, "ages of KV")
@@ -314,5 +350,6 @@ CASES = (
     a_cache_reset_while_a_step_is_in_flight,
     requests_kept_over_a_weight_sync_keep_their_kv,
     requests_kept_over_a_weight_sync_have_new_kv_after_a_rebuild,
+    blocks_computed_over_a_weight_sync_are_never_found,
     a_group_is_told_its_segment_length,
 )

@@ -89,9 +89,11 @@ class Factory:
     def __init__(self, base: type, configure, lag: int):
         self.base, self.configure, self.lag = base, functools.cache(configure), lag
 
-    def __call__(self, segment: dict | None, blocks: int = BLOCKS, budget: int | None = None) -> Player:
+    def __call__(self, segment: dict | None, blocks: int = BLOCKS, budget: int | None = None,
+                 caching: bool = False) -> Player:
         config = self.configure(budget)
-        return Player(config, self.base if segment is None else hooked_class(config), segment, self.lag, blocks)
+        cls = self.base if segment is None else hooked_class(config)
+        return Player(config, cls, segment, self.lag, blocks, caching)
 
 
 def configure(asynchronous: bool, budget: int | None):

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from bench.scripted_scheduler import drafted_output, make_request, make_scheduler, model_output
+from bench.scripted_scheduler import block_hasher, drafted_output, make_request, make_scheduler, model_output
 
 EOS = 7
 LOOP = 100  # the token of a request that repeats itself; others make LOOP + i as their i-th token
@@ -27,8 +27,10 @@ class Player:
     async scheduling.
     """
 
-    def __init__(self, config, cls: type, segment: dict | None, lag: int, blocks: int = BLOCKS):
+    def __init__(self, config, cls: type, segment: dict | None, lag: int, blocks: int = BLOCKS, caching: bool = False):
         self.lag = lag
+        config.cache_config.enable_prefix_caching = caching
+        self.hasher = block_hasher(config)
         self.scheduler = make_scheduler(config, blocks, cls)
         if segment is not None:
             from esgrpo import config as settings
@@ -50,7 +52,7 @@ class Player:
             scheduler._spec_token_placeholders = [-1] * drafts
 
     def add(self, key: str, eos_at: int | None = None, loop: bool = False, **fields) -> None:
-        request = make_request(key, **fields)
+        request = make_request(key, hasher=self.hasher, **fields)
         request.sampling_params.stop_token_ids = [EOS]
         self.script[key] = eos_at, loop
         self.scheduler.add_request(request)

@@ -27,18 +27,18 @@ LONGEST = 512
 
 @pytest.fixture(scope="module", params=["sync", "async"])
 def new(request):
-    """new(segment, blocks, budget) -> Player on upstream's class (segment None) or on the mixed one."""
+    """new(segment, blocks, budget, caching) -> Player on upstream's class (segment None) or on the mixed one."""
     from esgrpo.hooks.vllm.segment_mixin import mixed_with
 
     asynchronous = request.param == "async"
     base = upstream_class(asynchronous)
     configs = {}
 
-    def make(segment, blocks=BLOCKS, budget=None):
+    def make(segment, blocks=BLOCKS, budget=None, caching=False):
         if budget not in configs:
             configs[budget] = make_config(asynchronous, RUNNING, LONGEST, budget)
         return Player(configs[budget], base if segment is None else mixed_with(base), segment, int(asynchronous),
-                      blocks)
+                      blocks, caching)
 
     return make
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import sys
 import time
 from collections import Counter, deque
 
@@ -92,10 +93,14 @@ class SegmentMixin:
     def _segment_forget_prefixes(self) -> None:
         """New requests must not find KV of older weights: upstream refuses to reset the cache while anything uses it.
 
-        Kept requests go on with their blocks; only the hashes by which others would find them go.
+        Kept requests go on with their blocks; only the hashes by which others would find them go. Blocks that they fill
+        from now on get none: they are computed from old KV, the rest of a prompt between two prefill chunks as well. A
+        request that upstream preempts starts anew and is forgotten here.
         """
         pool = self.kv_cache_manager.block_pool
         pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+        for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            manager.num_cached_block.update((key, sys.maxsize) for key, held in manager.req_to_blocks.items() if held)
 
     def _segment_in_flight(self, key: str) -> int:
         """Scheduled tokens of a request whose output has not come yet.
