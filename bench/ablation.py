@@ -1,11 +1,14 @@
-"""Which module brings what: the testbed under plain verl async, UloRL's fixed segments, each module alone, and all.
+"""Which module brings what: the testbed under plain verl async, fixed segments, each module alone, and all.
 
     python -m bench.ablation --seeds 1,2,3 --budget 300 --task search
 
 Every arm is a real fully-async run (Ray, vLLM, weight syncs) of the same command and the same wall-time budget; the
 arms of one seed follow each other, in an order that rotates with the seed. A finished run is not run again, so an
 interrupted command goes on where it was. Numbers are medians over seeds with their range; ratios are taken within a
-seed against `off`.
+seed against `off`; all arms race to the same held-out reward (--target), which is known before.
+
+`B yield` hands every response back after a segment and submits it again at once, under the same weights. UloRL's
+segments it is not: those wait for the next update (bench.policies plays them, under a barrier).
 
 The training set is small on purpose: history, routing and the prompt sampler know a prompt from its second visit on,
 so that a run of minutes has to come back to its prompts, as a run of days does. `--jobs` runs several arms side by
@@ -55,7 +58,7 @@ def arms(segment_length: int) -> dict[str, list[str]]:
     on = ("enable", length)
     return {
         "off": switches("observe"),
-        "static": switches("profile=static", length),
+        "B yield": switches("profile=static", length),
         "A routing": switches(*on, HISTORY, "routing.enable"),
         "B soft": switches(*on),
         "C pruning": switches(*on, HISTORY, *LOOPS, "prune.resolved.enable", "prune.audit.enable"),
@@ -151,15 +154,16 @@ def run_arm(name: str, seed: int, options, say=say) -> tuple[dict[str, float | N
     run_dir = options.out / f"{size}{options.task}-{seed}-{name.replace(' ', '-')}"
     common = common_overrides(data_of(seed, options), seed, replicas=options.replicas)
     overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common] + ARMS[name]
-    return run_one(f"{name} seed {seed}", overrides, run_dir, options.budget, say)
+    return run_one(f"{name} seed {seed}", overrides, run_dir, options.budget, options.target, say)
 
 
-def run_one(label: str, overrides: list[str], run_dir: Path, budget: float, say=say) -> tuple[dict, dict]:
+def run_one(label: str, overrides: list[str], run_dir: Path, budget: float, target: float,
+            say=say) -> tuple[dict, dict]:
     """Measures and curves of a run of fully-async training, which is made unless it was made before."""
     if not is_done(run_dir / "arm.json", overrides):
         shutil.rmtree(run_dir, ignore_errors=True)
         arm.run(label, overrides, run_dir, ROOT / "overlay", budget_s=budget, say=say)
-    result = compare.load(run_dir)
+    result = compare.load(run_dir, target)
     return measures(run_dir, result), result.curves
 
 
@@ -167,7 +171,7 @@ def own_command(name: str, seed: int, options) -> list[str]:
     """This benchmark, for one run."""
     return ["bench.ablation", "--arms", name, "--seeds", str(seed), "--task", options.task,
             "--budget", str(options.budget), "--prompts", str(options.prompts),
-            "--replicas", str(options.replicas), "--out", str(options.out)]
+            "--replicas", str(options.replicas), "--target", str(options.target), "--out", str(options.out)]
 
 
 def run_side_by_side(pairs: list[tuple[str, int]], options, command=own_command) -> None:
@@ -216,8 +220,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cores", type=int, default=2, help="of each of them")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablation")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
+    compare.add_target_option(parser)
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
+    options.target = compare.target_of(parser, options.task, options.target)
     if options.replicas < 1:
         parser.error("--replicas must be at least 1")
     names, seeds = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")]
@@ -255,8 +261,10 @@ def report(found, curves, failed: list[str], options, arms: dict[str, list[str]]
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
              f"{device(options)} for one trainer and {options.replicas} rollout "
              f"replica{'s' * (options.replicas > 1)}, {options.jobs} runs side by side",
-             "median [range] over seeds; ratios within a seed; waste as a share of spent tokens"]
-    return publish(rows, notes, options, {"arms": arms, "failed": failed, "measures": found, "curves": curves})
+             "median [range] over seeds; ratios within a seed; waste as a share of spent tokens",
+             f"target of all arms: a held-out reward of {options.target}"]
+    return publish(rows, notes, options, {"target": options.target, "arms": arms,
+                                          "failed": failed, "measures": found, "curves": curves})
 
 
 def without_folders(text: str) -> str:

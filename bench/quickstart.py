@@ -70,7 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=300.0, help="wall seconds per arm after start-up")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart")
+    compare.add_target_option(parser)
     options = parser.parse_args(argv)
+    options.target = compare.target_of(parser, TASK, options.target)
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     out = options.out.resolve()
     data = out / "data"
@@ -86,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             shutil.rmtree(run_dir, ignore_errors=True)
             overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common] + own
             arm.run(name, overrides, run_dir, ROOT / "overlay", budget_s=options.budget, say=say)
-            results.append(compare.load(run_dir))
+            results.append(compare.load(run_dir, options.target))
     except KeyboardInterrupt:
         say("interrupted; every process of the run has been ended")
         return 130
@@ -99,7 +101,8 @@ def main(argv: list[str] | None = None) -> int:
 def report(results, out: Path, options, difference: list[str]) -> int:
     rows = compare.table(results)
     notes = [f"single-seed demo, seed {options.seed}, {options.budget:.0f} s per arm, task '{TASK}', "
-             f"{time.strftime('%Y-%m-%d')}", f"{platform.machine()}, {cpu_model()}, Python {platform.python_version()}",
+             f"{time.strftime('%Y-%m-%d')}; target of both arms: a held-out reward of {options.target}",
+             f"{platform.machine()}, {cpu_model()}, Python {platform.python_version()}",
              "one trainer and one rollout replica on the CPU; capacity of the bubble rate is max_num_seqs"]
     print()
     for note in notes:
@@ -107,7 +110,8 @@ def report(results, out: Path, options, difference: list[str]) -> int:
     print()
     print_table(rows)
     record = {"command": shlex.join(["bash", "bench/quickstart.sh", *sys.argv[1:]]), "commit": commit(),
-              "seed": options.seed, "device": notes[1], "notes": notes, "difference": difference, "table": rows,
+              "seed": options.seed, "target": options.target, "device": notes[1], "notes": notes,
+              "difference": difference, "table": rows,
               "curves": {r.name: r.curves for r in results},
               "hooks": json.loads((out / "overlay" / "esgrpo" / "hooks.json").read_text())}
     (out / "table.json").write_text(json.dumps(record, indent=1))

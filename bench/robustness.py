@@ -4,7 +4,8 @@
 
 `modes`   verl's v1 trainers sync, colocate_async and separate_async, plain and with the whole method.
 `grid`    tasks search and chain x GRPO and DAPO x two model sizes, plain and with the whole method.
-`losses`  verl fully async with UloRL's static segments of 64 tokens: the policy loss alone differs.
+`losses`  verl fully async with fixed segments of 64 tokens, handed back and submitted again: the policy loss alone
+          differs.
 
 GRPO is verl's: clip ratio 0.2 on both sides, loss_agg_mode token-mean, no KL term. DAPO is clip-higher (0.28),
 token-mean, verl's overlong penalty (its reward manager `dapo`, over the last 128 of 512 tokens) and dynamic sampling
@@ -63,13 +64,14 @@ ALGORITHMS = {"grpo": (), "dapo": (
     f"{REWARD}.overlong_buffer_cfg.len={OVERLONG_TOKENS}", f"{REWARD}.overlong_buffer_cfg.penalty_factor=1.0",
     f"{REWARD}.overlong_buffer_cfg.log=False", "algorithm.filter_groups.enable=True",
     "algorithm.filter_groups.metric=acc")}
-STATIC = tuple(ablation.ARMS["static"])
+SEGMENTED = tuple(ablation.ARMS["B yield"])
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 ARMS = {"plain": tuple(ablation.ARMS["off"]), "overlay": tuple(ablation.ARMS["all"])}
-LOSSES = {"vanilla": (*STATIC, f"{LOSS}=vanilla"),
-          "recomputed": (*STATIC, f"{LOSS}=vanilla", "algorithm.rollout_correction.bypass_mode=False"),
-          "sais": (*STATIC, f"{LOSS}=sais"), "pois": (*STATIC, f"{LOSS}=pois", *ablation.switches("pois.anchor=token")),
-          "pois version": (*STATIC, f"{LOSS}=pois", *ablation.switches("pois.anchor=version"))}
+LOSSES = {"vanilla": (*SEGMENTED, f"{LOSS}=vanilla"),
+          "recomputed": (*SEGMENTED, f"{LOSS}=vanilla", "algorithm.rollout_correction.bypass_mode=False"),
+          "sais": (*SEGMENTED, f"{LOSS}=sais"),
+          "pois": (*SEGMENTED, f"{LOSS}=pois", *ablation.switches("pois.anchor=token")),
+          "pois version": (*SEGMENTED, f"{LOSS}=pois", *ablation.switches("pois.anchor=version"))}
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,10 @@ def _quarters(rows: list[dict], *keys: str) -> tuple[float | None, float | None]
     return (statistics.fmean(values[:count]), statistics.fmean(values[-count:])) if values else (None, None)
 
 
-def measures(cell: Cell, run_dir: Path) -> tuple[dict[str, float | None], dict]:
+def measures(cell: Cell, run_dir: Path, target: float) -> tuple[dict[str, float | None], dict]:
     """The numbers of one run, and its curves; None where it has no such number."""
-    timed, record, result = logged(run_dir), json.loads((run_dir / "arm.json").read_text()), compare.load(run_dir)
+    timed, record = logged(run_dir), json.loads((run_dir / "arm.json").read_text())
+    result = compare.load(run_dir, target)
     rows = [row["data"] for row in timed]
     rewards = [reward for _, reward in result.evaluations]
     found = {"held-out reward, start": rewards[0] if rewards else None,
@@ -194,6 +197,12 @@ def table(found: dict[str, dict[int, dict]], study: str) -> list[list[str]]:
     return rows
 
 
+def targets(options) -> dict[str, float]:
+    """Setting -> the held-out reward that its arms race to; the sizes of the model begin at about the same."""
+    return {cell.name: compare.TARGETS["small", cell.task] if options.target is None else options.target
+            for cell in options.settings}
+
+
 def collect(runs: list[tuple[Cell, str, int]], options) -> tuple[dict, dict, list[str]]:
     """Measures, curves and error lines of all runs."""
     found, curves = ({f"{cell.name}, {name}": {} for cell, name, _ in runs} for _ in range(2))
@@ -203,7 +212,7 @@ def collect(runs: list[tuple[Cell, str, int]], options) -> tuple[dict, dict, lis
         cause = arm.error_line(run_dir / "log.txt") if run_dir.exists() else "not started"
         try:
             if is_over(run_dir, overrides(cell, name, seed, run_dir, options)):
-                found[label][seed], curves[label][seed] = measures(cell, run_dir)
+                found[label][seed], curves[label][seed] = measures(cell, run_dir, targets(options)[cell.name])
         except (OSError, LookupError, ValueError) as error:
             cause = f"{cause}, {type(error).__name__} in its records"
         numbers = found[label].get(seed, {"crashed": True, "optimiser steps": 0})
@@ -231,6 +240,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
     parser.add_argument("--collect", action="store_true", help="start nothing: a table of what is there")
     parser.add_argument("--here", action="store_true", help="in this process and without a table: what --jobs starts")
+    compare.add_target_option(parser)
     options = parser.parse_args(argv)
     options.out, options.replicas = options.out.resolve(), 1
     options.cells = options.cells.split(",") if options.cells else [cell.name for cell in cells(options.study)]
@@ -292,6 +302,7 @@ def main(argv: list[str] | None = None) -> int | str:
     own = {f"{cell.name}, {name}": [*OBSERVED, *cell.own, *switches] for cell in options.settings
            for name, switches in arms(options.study).items() if name in options.arms}
     return ablation.publish(table(found, options.study), notes, options, {
+        "target": targets(options),
         "cells": {cell.name: [f"{cell.name}, {name}" for name in options.arms] for cell in options.settings},
         "arms": own, "failed": failed, "measures": found, "curves": curves})
 

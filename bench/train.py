@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import ablation, stack
+from bench import ablation, compare, stack
 from bench.quickstart import ROOT, TESTBED, common_overrides, say
 from bench.testbed import make_data
 from bench.testbed.task import SCALES, TASKS
@@ -110,8 +110,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sft-steps", type=int, help="of the model's training, instead of the scale's")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "train")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
+    compare.add_target_option(parser)
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
+    options.target = compare.target_of(parser, options.task, options.target, options.scale)
     options.model = (options.model or (TESTBED / "model" if options.scale == "small" else
                                        options.out / "model-large")).resolve()
     options.cores, options.jobs, options.replicas = os.cpu_count(), 1, 1  # what bench.ablation also records
@@ -138,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
                 try:
                     found[name][seed], curves[name][seed] = ablation.run_one(
                         f"{name} seed {seed}", overrides(options, seed, data[seed], run_dir, name), run_dir,
-                        options.budget)
+                        options.budget, options.target)
                 except RuntimeError as error:  # the others still count; the exit code tells
                     failed.append(str(error))
                     say(f"train: {error}")

@@ -34,7 +34,7 @@ def test_each_module_is_one_switch_away_from_the_arm_before():
     own = {arm: config.features(settings_of(arm), "vanilla") - base for arm in ablation.ARMS}
     assert own["A routing"] == {"history", "routing"} and own["D elastic"] == {"history", "elastic"}
     assert own["C pruning"] == {"history", "prune", "weighted"} and own["C sampler"] == {"history", "sampler"}
-    assert own["keep"] == {"keep"} and own["static"] == {"yield"}
+    assert own["keep"] == {"keep"} and own["B yield"] == {"yield"}
     assert own["all"] == set().union(*own.values()) - {"yield"}
 
 
@@ -42,7 +42,7 @@ def test_each_module_is_one_switch_away_from_the_arm_before():
 def test_replicas_reach_the_command(replicas, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(ablation, "prepare_data", lambda *_: None)
-    monkeypatch.setattr(ablation.compare, "load", lambda _run_dir: argparse.Namespace(curves={}))
+    monkeypatch.setattr(ablation.compare, "load", lambda _run_dir, _target: argparse.Namespace(curves={}))
     monkeypatch.setattr(ablation, "measures", lambda *_: {"effective tokens/s": 1.0, "decoded tokens/s": 1.0})
     monkeypatch.setattr(ablation.arm, "run", lambda _name, overrides, run_dir, *_args, **_kwargs: started.append(
         (overrides, run_dir.name)))
@@ -86,7 +86,8 @@ def test_runs_side_by_side_have_cores_of_their_own_and_each_runs_once(tmp_path, 
     monkeypatch.setattr(ablation, "POLL_S", 0.05)
     before = os.sched_getaffinity(0)
     cores = sorted(before)[:2]
-    options = argparse.Namespace(jobs=2, cores=1, task="search", budget=1.0, prompts=8, out=tmp_path, replicas=1)
+    options = argparse.Namespace(jobs=2, cores=1, task="search", budget=1.0, prompts=8, out=tmp_path, replicas=1,
+                                 target=0.6)
     try:
         os.sched_setaffinity(0, cores)
         ablation.run_side_by_side([("off", 1), ("all", 1), ("off", 2)], options)

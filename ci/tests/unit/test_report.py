@@ -35,7 +35,8 @@ def ablation_record(directory, scale=2.0, seeds=(1, 2, 3)):
              "C pruning": {seed: MEASURES for seed in seeds}, "keep": {seed: MEASURES for seed in seeds}}
     curves = {arm: {seed: CURVES for seed in seeds} for arm in found}
     options = SimpleNamespace(task="search", seeds=",".join(map(str, seeds)), budget=60.0, prompts=2048,
-                              cores=2, jobs=1, replicas=1, results=directory / "ablation_search.json")
+                              cores=2, jobs=1, replicas=1, target=0.6,
+                              results=directory / "ablation_search.json")
     ablation.report(found, curves, [], options)
 
 
@@ -162,7 +163,57 @@ def test_policies_are_compared_pair_by_pair_on_the_same_work_only(tmp_path):
     claims = [row for row in headline.table([record]).rows if row[0].startswith("makespan")]
     assert [(row[2].split(":")[0], row[3], row[5]) for row in claims] == [
         ("verl", "2 [2, 2] x faster", "better"), ("seer", "1.2 [1.2, 1.2] x faster", "better")]
-    assert [row[2].partition(" s")[2] for row in claims] == ["", " (rivals played: seer)"]
+    assert [row[2].partition(" s;")[2] for row in claims] == [
+        " stale: not recorded", " stale: not recorded (rivals played: seer)"]
+
+
+def test_a_ratio_stands_beside_its_staleness_and_decisions_and_the_baseline_is_verls_own_carry_over(tmp_path):
+    fresh = {"mean": 0.0, "share": 0.0}
+    none = {"versions_old": {**fresh, "max": 0, "rows": fresh, "tokens": fresh}, "decisions": {"keep": 0, "routing": 0}}
+    aged = {"versions_old": {"mean": 0.6, "share": 0.5, "max": 3, "rows": {"mean": 0.5, "share": 0.39},
+                             "tokens": {"mean": 0.7, "share": 0.6}}, "decisions": {"keep": 812, "routing": 0}}
+    times = {"verl": (25.0, none), "colocate_async": (11.0, aged), "es-grpo": (10.0, aged)}
+    runs = [{**RUN, **more, "policy": policy, "s_per_update": seconds} for policy, (seconds, more) in times.items()]
+    engine_record(tmp_path, runs)
+    record, = load.records(tmp_path)
+    rows = {row[0]: dict(zip(policy_tables.policies(record)[0].rows[0], row, strict=True))
+            for row in policy_tables.policies(record)[0].rows[1:]}
+    assert rows["es-grpo"]["speed-up over colocate_async"] == "1.1"
+    assert rows["es-grpo"]["stale"] == "39% of rows, 60% of tokens, 0.5 versions"
+    assert rows["es-grpo"]["decisions"] == "keep 812" and rows["verl"]["decisions"] == "none"
+    assert rows["verl"]["stale"] == "0% of rows, 0% of tokens, 0 versions"
+    claims = [row for row in headline.table([record]).rows if row[0].startswith("makespan")]
+    assert [row[2].partition(":")[0] for row in claims] == ["colocate_async"]
+    assert "stale: 39% of rows" in claims[0][1] and "decided: keep 812" in claims[0][1]
+    assert "stale: 39% of rows" in claims[0][2] and "was not played" not in pages(tmp_path)[1]
+    engine_record(tmp_path, [run for run in runs if run["policy"] != "colocate_async"])
+    assert "verl's own carry-over under a barrier (colocate_async) was not played" in pages(tmp_path)[1]
+
+
+def test_what_the_simulator_prints_is_shown_with_its_staleness(tmp_path, capsys):
+    from bench.sim.__main__ import main
+
+    assert main(["--groups", "4", "--members", "4", "--cap", "128", "--scale", "0.02", "--replicas", "2", "--policy",
+                 "colocate_async,es-grpo,tailsieve", "--json"]) == 0
+    (tmp_path / "sim.json").write_text(capsys.readouterr().out)
+    record, = load.records(tmp_path)
+    assert record.kind == "simulation" and not sections.build([record]).unknown
+    shown, = policy_tables.policies(record)
+    assert shown.rows[0][3] == "speed-up over colocate_async" and len(shown.rows) == 4
+    assert any("not at its paper's size: 1 of 2 replicas" in caveat for caveat in sections.caveats(record))
+
+
+def test_policies_of_older_records_are_told_by_what_they_were(tmp_path):
+    engine_record(tmp_path, [{**RUN, "policy": name} for name in ("verl", "static", "tailsieve")])
+    text = pages(tmp_path)[1]
+    assert "1 of 2 replicas is its tail pool, 1 of 8 in the paper" in text and "UloRL's segments, by its former" in text
+
+
+def test_the_arm_static_is_not_taken_for_ulorls_carry_over(tmp_path):
+    ablation_record(tmp_path)
+    path = tmp_path / "ablation_search.json"
+    path.write_text(path.read_text().replace('"keep"', '"static"'))
+    assert any("not UloRL's carry-over" in caveat for caveat in sections.caveats(load.records(tmp_path)[0]))
 
 
 def test_tokens_that_do_not_reconcile_are_shouted(tmp_path):
@@ -215,7 +266,7 @@ def test_study_ranks_modules_and_says_where_there_is_no_gain(tmp_path):
     page, text = pages(tmp_path)
     assert "| async | A routing | High | +0.100 | +0.050 | 2.3 [2.2, 2.4] | 2.2 [2.1, 2.3] | 2.1 [2, 2.2] |" in text
     assert "**Steady: async**" in text
-    assert "| seer | base | 1.1 [1, 1.2] | 1.1 [1, 1.2] | 2.1 [2, 2.2] |" in text
+    assert "| seer | base | verl | 1.1 [1, 1.2] | 1.1 [1, 1.2] | 2.1 [2, 2.2] |" in text
     assert "| cap 16384 | 0.9 [0.8, 1] |" in text and "rank High | simulated" in text
     assert "What each module brings" in page and "Scaling" in page and "Scaling" not in text.partition("## Not run")[2]
 

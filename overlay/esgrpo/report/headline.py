@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from esgrpo.report.load import NOT_RECORDED, Record
 from esgrpo.report.policy_tables import (
+    base_of,
     best_rival,
     by_work,
+    decisions,
     effective,
     makespan,
     pairs,
     rivals,
     speedups,
+    staleness,
     titles,
 )
-from esgrpo.report.study import modules_of, ratio
+from esgrpo.report.study import against, modules_of, ratio
 from esgrpo.report.tables import DASH, OURS, Table, baseline_of, interval, number, percent, ratios, spread
 
 HEAD = ["claim", "ours", "against", "ratio [range]", "runs", "verdict", "kind", "device", "record"]
@@ -45,18 +48,22 @@ def _policies(record: Record) -> list[list[str]]:
     names = titles(list(grouped))
     for work, found in grouped.items():
         ours = OURS if OURS in found else None  # its variants answer questions of a study; the best of them is no claim
-        for other in dict.fromkeys((baseline_of(found), best_rival(found))):
+        for other in dict.fromkeys((base_of(work, found), best_rival(found))):
             if ours and other:
+                stale = {name: f"; stale: {staleness(found[name])}" for name in (ours, other)}
                 # a pass without the strongest rival must not read as a win over all of them
                 played = f" (rivals played: {', '.join(rivals(found))})" if other == best_rival(found) else ""
                 gains = speedups(found[ours], found[other])
-                rows.append([f"makespan per update, {names[work]}", f"{ours}: {number(makespan(found[ours]))} s",
-                             f"{other}: {number(makespan(found[other]))} s{played}", spread(gains) + " x faster",
-                             str(len(gains)), verdict(gains), *_where(record)])
+                rows.append([f"makespan per update, {names[work]}",
+                             f"{ours}: {number(makespan(found[ours]))} s{stale[ours]}; decided: "
+                             f"{decisions(found[ours])}",
+                             f"{other}: {number(makespan(found[other]))} s{stale[other]}{played}",
+                             spread(gains) + " x faster", str(len(gains)), verdict(gains), *_where(record)])
                 gains = pairs(found[ours], found[other], effective)
-                rows.append([f"trained tokens/s, {names[work]}", f"{ours}: {spread(map(effective, found[ours]))}",
-                             f"{other}: {spread(map(effective, found[other]))}", spread(gains), str(len(gains)),
-                             verdict(gains), *_where(record)])
+                rows.append([f"trained tokens/s, {names[work]}",
+                             f"{ours}: {spread(map(effective, found[ours]))}{stale[ours]}",
+                             f"{other}: {spread(map(effective, found[other]))}{stale[other]}", spread(gains),
+                             str(len(gains)), verdict(gains), *_where(record)])
     return rows
 
 
@@ -104,7 +111,8 @@ def _study(record: Record) -> list[list[str]]:
     for place, modules in list(modules_of(record).items())[:1]:  # the first is the base case
         for module, row in modules.items():
             whole = record.data["modules"][place]["whole"]["gradient"]
-            rows.append([f"module {module} {row['name']}, {place}: groups with gradient/s against verl",
+            base = against(row["without"])
+            rows.append([f"module {module} {row['name']}, {place}: groups with gradient/s against {base}",
                          f"all: {ratio(whole)}", f"without it: {ratio(row['without']['gradient'])}",
                          f"{row['brings']:+.3f}", str(len(record.seeds)), f"rank {row['rank']}", *_where(record)])
     return rows

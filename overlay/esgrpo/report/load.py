@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from esgrpo.report import runs
+from esgrpo.report import runs, targets
 
 SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # of a record with fields amiss
 NOT_RECORDED = "not recorded"
@@ -130,7 +130,7 @@ def _seeds(data: dict) -> tuple[str, ...]:
 
 def of(name: str, data: dict, outer: dict | None = None) -> list[Record]:
     """The records in one file: the file itself, or its parts when only they have a known shape."""
-    data = _with_runs(_with_seed_level(data))
+    data = targets.shared(_with_runs(_with_seed_level(data)))
     kind = _kind(data)
     if kind == "unknown" and outer is None:
         parts = [record for key, part in data.items() if isinstance(part, dict)
@@ -160,7 +160,9 @@ def _with_runs(data: dict) -> dict:
     """The simulator's `setting` and `policies` as `runs`, the shape of the engine benchmark."""
     if not isinstance(data.get("policies"), dict) or not isinstance(data.get("setting"), dict):
         return data
-    return {**data, "runs": [{"policy": name, **data["setting"], **found} for name, found in data["policies"].items()]}
+    setting = data["setting"]  # whose `staleness` is a bound, that of a run how old its rows were
+    return {**data, "runs": [{"policy": name, **setting, **found, "staleness": setting.get("staleness"),
+                              "versions_old": found.get("staleness")} for name, found in data["policies"].items()]}
 
 
 def _left_out(line: dict) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from esgrpo.report.load import Record
+from esgrpo.report.load import NOT_RECORDED, Record
 from esgrpo.report.tables import BASELINES, DASH, OURS, Table, baseline_of, number, spread
 
 SETTING = ("workload", "scenario", "groups", "members", "cap", "replicas", "updates", "scale", "tail", "prompts",
            "sequences", "max_num_seqs", "train_s", "sync_s", "staleness", "capacity", "model", "device")
+OWN_CARRY_OVER = "colocate_async"  # verl's: what it does best under a barrier
 NO_RIVALS = (*BASELINES, "oracle")  # an oracle knows the true lengths; nobody has one
 
 
@@ -57,6 +58,34 @@ def seconds(one: dict) -> float:
 
 def makespan(runs: list[dict]) -> float:
     return statistics.median(map(seconds, runs))
+
+
+def base_of(work: tuple, policies: dict[str, list[dict]]) -> str | None:
+    """What ratios are against: under a barrier verl's own carry-over where it was played."""
+    carried = dict(work).get("scenario") == "sync" and OWN_CARRY_OVER in policies
+    return OWN_CARRY_OVER if carried else baseline_of(policies)
+
+
+def staleness(runs: list[dict]) -> str:
+    """Rows that hold a token of older weights and how many versions old a row is, medians over runs; of whole groups
+    where a record has no more."""
+    known = [found for one in runs if isinstance(found := one.get("versions_old", one.get("staleness")), dict)]
+    if not known:
+        return NOT_RECORDED
+    what = "rows" if all("rows" in found for found in known) else "groups"
+    parts = [found.get(what, found) for found in known]
+    share, mean = (statistics.median(part[key] for part in parts) for key in ("share", "mean"))
+    tokens = [found["tokens"]["share"] for found in known if "tokens" in found]
+    also = f", {statistics.median(tokens):.0%} of tokens" if tokens else ""
+    return f"{share:.0%} of {what}{also}, {number(mean)} versions"
+
+
+def decisions(runs: list[dict]) -> str:
+    """What changed something, by module, median over runs."""
+    known = [one["decisions"] for one in runs if "decisions" in one]
+    medians = {module: statistics.median(found[module] for found in known) for module in (known[0] if known else ())}
+    return ", ".join(f"{module} {number(count)}" for module, count in medians.items() if count) or (
+        "none" if known else NOT_RECORDED)
 
 
 def rivals(policies: dict[str, list[dict]]) -> list[str]:
@@ -113,11 +142,12 @@ def policies(record: Record) -> list[Table]:
     grouped = by_work(record.data["runs"])
     names = titles(list(grouped))
     for work, found in grouped.items():
-        base, rival = baseline_of(found), best_rival(found)
+        base, rival = base_of(work, found), best_rival(found)
+        rival = None if rival == base else rival
         head = ["policy", "runs", "makespan, s per update", *([f"speed-up over {base}"] if base else []),
                 *([f"over best rival ({rival})"] if rival else []), "trained tokens/s",
-                *([f"ratio to {base}"] if base else []), "bubble rate", "completion P50 / P90 / P99, s",
-                "wasted share", "preemptions", "tokens reconcile"]
+                *([f"ratio to {base}"] if base else []), "stale", "decisions", "bubble rate",
+                "completion P50 / P90 / P99, s", "wasted share", "preemptions", "tokens reconcile"]
         rows = []
         for name in sorted(found, key=lambda policy: makespan(found[policy])):
             mine = found[name]
@@ -125,6 +155,7 @@ def policies(record: Record) -> list[Table]:
                          *([spread(speedups(mine, found[base]))] if base else []),
                          *([spread(speedups(mine, found[rival]))] if rival else []), spread(map(effective, mine)),
                          *([spread(pairs(mine, found[base], effective))] if base else []),
+                         staleness(mine), decisions(mine),
                          spread([sum(causes(one).values()) for one in mine if one.get("bubble")]), _completion(mine),
                          _waste(mine), spread([one.get("preemptions") for one in mine]),
                          "yes" if not any(map(balance_error, mine)) else "NO"])

@@ -19,6 +19,7 @@ BIN_S = 10.0
 BINS_PER_OCTAVE = 4  # of a histogram of lengths
 QUEUE_ORDER_MARGIN_S = 2.0  # between the end of a group's last response and its place in the queue
 DIGITS = 4
+HOLD = 2  # evaluations in a row at which a target counts as reached
 
 
 def directories(root: Path) -> list[Path]:
@@ -68,6 +69,15 @@ def by_version(windows: list[dict]) -> list[tuple[float, dict[str, float]]]:
         running = sum(w["used"] / w["seconds"] for w in ws if w["seconds"] > 0)
         found.append((min(w["start"] for w in ws), {**bubble(ws, ws[0]["rollouter_paused"]), "running": running}))
     return sorted(found, key=lambda version: version[0])
+
+
+def time_to_target(evaluations: list[tuple[float, float]], target: float) -> float | None:
+    """Seconds of the first of `HOLD` consecutive evaluations (seconds, reward) at or above the target; the first of a
+    run, before any training, is not among them."""
+    for index in range(len(evaluations) - HOLD + 1):
+        if all(reward >= target for _, reward in evaluations[index:index + HOLD]):
+            return evaluations[index][0]
+    return None
 
 
 def curves(evaluations: list[tuple[float, float]], windows: list[dict], rows: list[dict], start: float,

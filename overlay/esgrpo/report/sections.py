@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from esgrpo.report import headline, policy_figures, policy_tables, study, tables, training_figures
 from esgrpo.report.load import NOT_RECORDED, SHAPE_ERRORS, Record, unknown
 from esgrpo.report.plots import Figure
-from esgrpo.report.tables import Table
+from esgrpo.report.tables import OURS, Table
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ EXPECTED = (
 )
 FEW_UPDATES = 4  # under a barrier, so that what is carried over can end inside the run
 FEW_SEEDS = 3
+TAILSIEVE_REPLICAS = 8  # in its paper, one of them or more for the tail
 BUSY = 1.0  # load average before a run, beside the run itself
 
 
@@ -118,11 +119,31 @@ def _on_gpu(record: Record) -> bool:
     return any(word in record.device for word in ("NVIDIA", "GPU", "Ascend"))
 
 
+def _unfair(record: Record) -> list[str]:
+    """What makes a ratio of policies say less than it seems to."""
+    found = list(dict.fromkeys(one["note"] for one in record.data["runs"] if one.get("note")))
+    played = {one["policy"] for one in record.data["runs"] if one["scenario"] == "sync"}
+    if any(name.startswith(OURS) for name in played) and policy_tables.OWN_CARRY_OVER not in played:
+        found.append(f"verl's own carry-over under a barrier ({policy_tables.OWN_CARRY_OVER}) was not played: most of "
+                     "what is gained over verl's barrier is carry-over, which verl ships, too, and its price is stale "
+                     "rows.")
+    few = sorted({one["replicas"] for one in record.data["runs"] if one["policy"] == "tailsieve" and "note" not in one
+                  and one["replicas"] < TAILSIEVE_REPLICAS})
+    found += [f"tailsieve: not at its paper's size: 1 of {count} replicas is its tail pool, 1 of {TAILSIEVE_REPLICAS} "
+              "in the paper." for count in few]
+    if "static" in played:
+        found.append("static: UloRL's segments, by its former name.")
+    return found
+
+
 def caveats(record: Record) -> list[str]:
     """What a reader must know before quoting a number of this record."""
     found = list(record.notes)
     if record.kind in ("ablation", "robustness"):
         arms = _arms(record)
+        if "static" in arms:
+            found.append("Arm `static` submits every response again at once after a segment, under the same weights: "
+                         "it is not UloRL's carry-over, which waits for the next update.")
         if min(map(len, arms.values()), default=0) < FEW_SEEDS:
             found.append(f"Fewer than {FEW_SEEDS} seeds in some arm: a difference can be chance.")
         if not training_figures.curves_of(record):
@@ -134,6 +155,7 @@ def caveats(record: Record) -> list[str]:
         if len(record.seeds) < FEW_SEEDS:
             found.append(f"Fewer than {FEW_SEEDS} seeds of the workload"
                          + (": repeats tell the noise of the machine only." if record.kind == "engine" else "."))
+        found += _unfair(record)
         carrying = sorted({one["policy"] for one in record.data["runs"] if one.get("waste", {}).get("left_over")
                            and one["scenario"] == "sync" and one.get("updates", FEW_UPDATES) < FEW_UPDATES})
         if carrying:

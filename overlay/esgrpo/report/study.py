@@ -5,11 +5,12 @@ from __future__ import annotations
 from esgrpo.report import plots
 from esgrpo.report.load import Record
 from esgrpo.report.plots import Figure
-from esgrpo.report.tables import Table, number
+from esgrpo.report.tables import DASH, Table, number
 
 PANELS = 3
-ROW_HEAD = ["policy", "setting", "updates/s, ratio to verl", "used tokens/s, ratio", "groups with gradient/s, ratio",
-            "versions old, mean (max)", "bubble rate", "P99, s"]
+ROW_HEAD = ["policy", "setting", "ratios to", "updates/s, ratio", "used tokens/s, ratio",
+            "groups with gradient/s, ratio", "versions old, mean (max)", "stale rows", "decisions a run", "bubble rate",
+            "P99, s"]
 DODGE = 0.12  # between policies at the same setting
 
 
@@ -23,6 +24,11 @@ def ratio(found: dict) -> str:
     return f"{number(found['mean'])} [{number(found['low'])}, {number(found['high'])}]"
 
 
+def against(row: dict) -> str:
+    """The policy that an arm's ratios are to; the word is missing in a study that had one baseline."""
+    return row.get("against", "verl")
+
+
 def setting_text(setting: dict) -> str:
     return ", ".join(f"{key} {value}" for key, value in setting.items()) or "base"
 
@@ -33,8 +39,11 @@ def _stale(found: dict | None) -> str:
 
 
 def _row(row: dict) -> list[str]:
-    return [row["policy"], setting_text(row["setting"]), ratio(row["updates"]), ratio(row["used"]),
-            ratio(row["gradient"]), _stale(row.get("staleness")), number(row["bubble"]["bubble_rate"]),
+    rows = row.get("staleness", {}).get("rows")
+    decided = ", ".join(f"{module} {number(count)}" for module, count in row.get("decisions", {}).items() if count)
+    return [row["policy"], setting_text(row["setting"]), against(row), ratio(row["updates"]), ratio(row["used"]),
+            ratio(row["gradient"]), _stale(row.get("staleness")), f"{rows['share']:.0%}" if rows else DASH,
+            decided or ("none" if "decisions" in row else DASH), number(row["bubble"]["bubble_rate"]),
             number(row["p99_s"])]
 
 
@@ -50,10 +59,10 @@ def study(record: Record) -> list[Table]:
     head = ["place", "module", "rank", "brings", "brings, updates/s", "all modules", "without it", "alone"]
     limits = ", ".join(f"{name} from {value}" if isinstance(value, float) else str(value)
                        for name, value in data["ranks"].items())
-    title = f"What each module brings, groups with gradient/s as a ratio to verl ({limits})"
+    title = f"What each module brings, groups with gradient/s as a ratio to verl's best ({limits})"
     tables = [Table(title, [head, *rows])] if rows else []
     helpless = [[setting_text(one["setting"]), ratio(one["updates"])] for one in data.get("where_it_does_not_help", [])]
-    tables.append(Table("Where ES-GRPO does not help", [["setting", "updates/s, ratio to verl"],
+    tables.append(Table("Where ES-GRPO does not help", [["setting", "updates/s, ratio to verl's best"],
                                                        *(helpless or [["none of the settings tried", ""]])]))
     tables += [Table(f"Variants: {place}", [ROW_HEAD, *map(_row, rows["changes"])], folded=True)
                for place, rows in data.get("modules", {}).items() if rows.get("changes")]
@@ -125,7 +134,7 @@ def _scaling(record: Record) -> Figure | None:
         handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(),
                                                                            strict=True)}
         figure.legend(handles.values(), handles.keys(), ncols=4, loc="outside upper left")
-        plots.outer_labels(figure, "setting of the panel", "updates/s, ratio to verl")
+        plots.outer_labels(figure, "setting of the panel", "updates/s, ratio to verl's best")
         plots.stamp(axes[0], True)
         return Figure("Scaling: how the gain moves with load, size and memory",
                       "Simulated. Mean over seeds with the lowest and highest; below the dashed line verl is faster.",

@@ -146,9 +146,9 @@ def _reward(arms, kind: str) -> Figure:
     elif several:
         meaning = ("Held-out reward: median over three seeds or more, band from the lowest to the highest seed, an "
                    "evaluation holds until the next one; fewer seeds are lines of their own, dotted: a single one's "
-                   "target.")
+                   "target, that of all arms.")
     else:
-        meaning = "Held-out reward; dotted: the target of the arm."
+        meaning = "Held-out reward; dotted: the target of all arms."
     return Figure("Reward over wall time",
                   meaning + ("" if several else " One run each: differences of this size can be the seed."),
                   _against_baseline(arms, _reward_line, "seconds since ready", "mean reward"))
