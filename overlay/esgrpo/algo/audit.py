@@ -174,14 +174,17 @@ class Audit:
     def restore(self, state: dict) -> None:
         """Go on from `to_state()`; a smaller window keeps the newest. Raises ValueError when `state` is damaged."""
         windows, scales = {}, {}
-        for rule, entries in _items(state, "windows"):
-            if not all(0 <= score <= 1 and isinstance(false, bool) for score, false in entries):
-                raise ValueError(f"outcomes of {rule}")
-            windows[rule] = deque([(float(score), false) for score, false in entries], maxlen=self.settings.window)
-        for rule, scale in _items(state, "scales"):
-            if not 0 < scale <= 1:
-                raise ValueError(f"scale {scale} of {rule}")
-            scales[rule] = float(scale)
+        try:
+            for rule, entries in _items(state, "windows"):
+                if not all(0 <= score <= 1 and isinstance(false, bool) for score, false in entries):
+                    raise ValueError(f"outcomes of {rule}")
+                windows[rule] = deque([(float(score), false) for score, false in entries], maxlen=self.settings.window)
+            for rule, scale in _items(state, "scales"):
+                if not 0 < scale <= 1:
+                    raise ValueError(f"scale {scale} of {rule}")
+                scales[rule] = float(scale)
+        except TypeError as error:  # something else where a number or a list should be
+            raise ValueError(str(error)) from None
         self._windows, self._scales = windows, scales
 
 

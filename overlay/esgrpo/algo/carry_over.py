@@ -108,9 +108,13 @@ class CarryOver:
 
     @classmethod
     def from_state(cls, state: Mapping, threshold: int | None, drops: bool) -> CarryOver:
-        """The pool as it was; the rules may be others than at the checkpoint."""
+        """The pool as it was; the rules may be others than at the checkpoint. Raises ValueError for a damaged state."""
         pool = cls(threshold, drops)
-        pool.carried = dict(state["carried"])
-        pool.trained = dict.fromkeys(state.get("trained", ()))  # older checkpoints mixed them with those that ended
-        pool.ended = dict.fromkeys(state["ended"])
+        try:
+            pool.carried = {str(group): int(born) for group, born in state["carried"].items()}
+            # older checkpoints mixed them with those that ended
+            pool.trained = dict.fromkeys(map(str, state.get("trained", ())))
+            pool.ended = dict.fromkeys(map(str, state["ended"]))
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
         return pool

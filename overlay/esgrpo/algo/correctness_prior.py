@@ -9,7 +9,6 @@ Pure; standard library only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,6 +52,6 @@ class CorrectnessPrior:
     def from_state(cls, state: Sequence[float]) -> CorrectnessPrior:
         """Raises ValueError for sums that no visits have."""
         prior = cls(*map(float, state))
-        if not 0 <= prior.square <= prior.mean <= prior.visits < math.inf:  # nan fails, too
+        if not 0 <= prior.square <= prior.mean <= prior.visits <= 2 * WINDOW:  # nan fails, too
             raise ValueError(f"correctness {list(state)}")
         return prior

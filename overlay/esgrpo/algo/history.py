@@ -41,6 +41,9 @@ LOWER, UPPER = 0.1, 0.9
 FULL = 0.8  # share of the budget from which a forecast is tail, however many responses fill the budget
 BLANK_TOKENS = 1024  # forecast before any response was seen and without a budget
 DECIMALS = 4  # of the saved state
+# beyond these a saved state is damaged
+MOST_RESPONSES = 1e9  # of one prompt
+MOST_VERSIONS = 10**12
 
 
 def prompt_key(raw_prompt) -> str:
@@ -223,13 +226,17 @@ class PromptHistory:
             if state["state_version"] != STATE_VERSION:
                 raise ValueError(f"state_version {state['state_version']!r}")
             history._clock, history._offset = int(state["clock"]), None
+            if not 0 <= history._clock <= MOST_VERSIONS:
+                raise ValueError(f"clock {history._clock}")
             history.lengths = LengthStatistics.from_state(state["lengths"])
             history.correctness = CorrectnessPrior.from_state(state.get("correctness", ()))  # older states have none
             for key, row in state["prompts"].items():
                 weight, mean, squares, correct, wrong = map(float, row[:-1])
-                if not all(map(math.isfinite, (weight, mean, squares, correct, wrong))) or min(weight, squares) < 0:
+                entry = Entry(Moments(weight, mean, squares), correct, wrong, int(row[-1]))
+                if not (entry.lengths.plausible and 0 <= entry.seen <= history._clock
+                        and max(weight, correct, wrong) <= MOST_RESPONSES and min(correct, wrong) >= 0):
                     raise ValueError(f"prompt {key}: {row}")
-                history._prompts[str(key)] = Entry(Moments(weight, mean, squares), correct, wrong, int(row[-1]))
+                history._prompts[str(key)] = entry
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
         while len(history._prompts) > settings.max_prompts:

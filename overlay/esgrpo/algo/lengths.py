@@ -20,6 +20,10 @@ FIRST_VARIANCE = 1.0  # of log-lengths before two groups were seen
 LEAST_VARIANCE = 1e-3  # equal lengths are no proof that the next one is equal, too
 PRIOR_VISITS = (0.05, 20.0)  # bounds of the weight of the global mean, in responses
 ENOUGH_DEGREES = 16.0  # degrees of freedom from which the measured share replaces PROMPT_SHARE
+MOST_LOG = (BINS / BINS_PER_OCTAVE + 2) * math.log(2)  # of tokens: the last bin, and a cut response may count fourfold
+MOST_VARIANCE = MOST_LOG**2
+MOST_WEIGHT = 2.0 * WINDOW  # of all responses, in units of the newest
+SLACK = 1e-2  # what rounding of a saved state may add
 LEAST_GAP = 1e-9  # between the hazard and its argument, against rounding
 FAR_TAIL = 1e-12  # probability below which the hazard is its asymptote
 
@@ -68,10 +72,14 @@ def student(normal: float, degrees: float) -> float:
 def expected_tokens(mean: float, variance: float, budget: float) -> float:
     """E[min(exp(x), budget)] for x ~ N(mean, variance), in tokens; a budget of 0 is none."""
     if not budget:
-        return math.exp(mean + variance / 2)
+        return math.exp(min(mean + variance / 2, MOST_LOG))
     deviation, top = math.sqrt(variance), math.log(budget)
     below = math.exp(min(mean + variance / 2, 2 * top + 1)) * (1 - normal_above((top - mean - variance) / deviation))
     return min(budget, below + budget * normal_above((top - mean) / deviation))
+
+
+def _plausible(variance: float) -> float:
+    return min(MOST_VARIANCE, max(LEAST_VARIANCE, variance))
 
 
 @dataclass
@@ -81,6 +89,12 @@ class Moments:
     weight: float = 0.0
     mean: float = 0.0
     squares: float = 0.0
+
+    @property
+    def plausible(self) -> bool:
+        """Log-lengths of responses can have these moments; false for nan, too."""
+        return (0 <= self.weight and 0 <= self.mean <= MOST_LOG
+                and 0 <= self.squares <= self.weight * MOST_VARIANCE + SLACK)
 
     def scaled(self, factor: float) -> Moments:
         return Moments(self.weight * factor, self.mean, self.squares * factor)
@@ -135,11 +149,11 @@ class LengthStatistics:
         known = self.degrees / self._unit
         total = FIRST_VARIANCE
         if self.all.weight / self._unit > 1:
-            total = max(self.all.squares / (self.all.weight - self._unit), LEAST_VARIANCE)
+            total = _plausible(self.all.squares / (self.all.weight - self._unit))
         if known < 1:
             return (1 - PROMPT_SHARE) * total, PROMPT_SHARE * total
         trust = min(1.0, known / ENOUGH_DEGREES)  # a few groups cannot tell the two parts apart
-        within = trust * max(self.within / self.degrees, LEAST_VARIANCE) + (1 - trust) * (1 - PROMPT_SHARE) * total
+        within = trust * _plausible(self.within / self.degrees) + (1 - trust) * (1 - PROMPT_SHARE) * total
         return within, max(total - within, within / PRIOR_VISITS[1])
 
     def prior(self) -> tuple[float, float, float]:
@@ -185,10 +199,14 @@ class LengthStatistics:
             if not 0 <= int(index) < BINS:
                 raise ValueError(f"bin {index}")
             statistics._bins[int(index)] = float(weight)
-        weight, mean, squares = state["all"]
-        statistics.all = Moments(float(weight), float(mean), float(squares))
+        weight, mean, squares = map(float, state["all"])
+        statistics.all = Moments(weight, mean, squares)
         statistics.within, statistics.degrees = float(state["within"]), float(state["degrees"])
-        numbers = [*statistics._bins, statistics.all.weight, squares, statistics.within, statistics.degrees]
-        if not all(math.isfinite(number) and number >= 0 for number in numbers) or not math.isfinite(mean):
-            raise ValueError("length statistics are not finite and positive")
+        every = statistics.all
+        possible = (every.plausible and every.weight <= MOST_WEIGHT and 0 <= statistics.degrees <= MOST_WEIGHT
+                    and 0 <= statistics.within <= every.weight * MOST_VARIANCE + SLACK
+                    and all(0 <= weight <= MOST_WEIGHT for weight in statistics._bins)
+                    and sum(statistics._bins) <= MOST_WEIGHT and (sum(statistics._bins) > 0 or every.weight <= 0))
+        if not possible:
+            raise ValueError("no responses have these length statistics")
         return statistics

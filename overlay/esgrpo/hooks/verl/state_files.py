@@ -20,7 +20,7 @@ def restored(who: str, file: str | None, parse):
     try:
         with open(file, encoding="utf-8") as stream:
             return parse(json.load(stream))
-    except ValueError as error:  # not JSON, not text, damaged, or of a newer esgrpo
+    except (ValueError, RecursionError) as error:  # not JSON, not text, damaged, or of a newer esgrpo
         reason = f"{file}: {error}"
     except OSError as error:
         raise EsgrpoError(who, str(error), "a state file that can be read", "it would be lost, the run stops",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 
 from esgrpo.engine import Hook, Release
@@ -58,8 +57,7 @@ def pool_of(trainer):
         buffer, pool = trainer.replay_buffer, None
         if type(buffer) in (ReplayBuffer, ReplayBufferAsync):
             rules = (buffer.max_off_policy_threshold, buffer.max_off_policy_strategy == "drop")
-            state = load(trainer)
-            pool = CarryOver(*rules) if state is None else CarryOver.from_state(state, *rules)
+            pool = load(trainer, rules) or CarryOver(*rules)
         trainer.esgrpo_carry_over = pool
     return trainer.esgrpo_carry_over
 
@@ -131,17 +129,18 @@ def save(trainer) -> None:
     records.flush()
 
 
-def load(trainer) -> dict | None:
-    """The state saved with the checkpoint that this run went on from; None when it started afresh or has none.
+def load(trainer, rules):
+    """The pool saved with the checkpoint that this run went on from; None when it started afresh or has none that can
+    be understood.
 
     Under `sync` verl saves no TransferQueue: nothing is carried across a restart there, and nothing waits either.
     """
+    from esgrpo.algo.carry_over import CarryOver
+    from esgrpo.hooks.verl.state_files import restored
+
     settings = trainer.config.trainer
     if settings.resume_mode == "disable" or trainer.trainer_mode == "sync":
         return None
     given = settings.resume_from_path if settings.resume_mode == "resume_path" else None
     path = os.path.join(given or folder(trainer, trainer.global_steps - 1), STATE_FILE)
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
+    return restored("carry-over", path, lambda state: CarryOver.from_state(state, *rules))
