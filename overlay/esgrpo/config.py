@@ -166,7 +166,7 @@ class Segment:
     """Everything under `segment`. With enable=False and observe=False no hook is on the path."""
 
     profile: str = _choice("custom", ("custom", "off", "static", "elastic"),
-                           "defaults of all other keys: verl, UloRL's fixed segments, or the whole method")
+                           "defaults of all other keys: verl, segments submitted again at once, or the whole method")
     seed: int = _number(0, 0, None, "of every random decision")
     enable: bool = _flag(False, "segment rollout")
     observe: bool = _flag(False, "measure and record, decide nothing (the baseline arm of a comparison)")
@@ -204,7 +204,7 @@ class Segment:
         return self.enable and (self.prune.resolved.enable or self.prune.finish_group_after > 0)
 
 
-# What a profile sets where the user says nothing. `static` is UloRL's carry-over, the baseline of `elastic`.
+# What a profile sets where the user says nothing. `static` cuts as UloRL does, but submits again at once.
 PROFILES: dict[str, dict] = {
     "custom": {},
     "off": {},
