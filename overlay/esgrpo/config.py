@@ -175,6 +175,11 @@ class Segment:
                             needs=("enable",))
     capacity: int = _number(0, 0, None, "requests at which a replica is full, for bubble_rate; 0: max_num_seqs",
                             needs=("enable", "observe"))
+    max_failed_prompts: float = _number(
+        0.01, 0.0, 1.0, "share of a weight version's prompts whose reward may raise, at least one prompt; 0: none",
+        needs=("enable",)
+    )
+    sigterm_deadline: int = _number(600, 0, None, "seconds that a SIGTERM waits for the checkpoint of the running step")
     token_outputs: bool = _flag(False, "no text is made of tokens: verl reads their ids and log-probs")
     success_threshold: float = _number(
         0.5, None, None, "a sample is correct from this score (or numeric acc) on; a boolean acc decides alone"
@@ -399,8 +404,11 @@ def current() -> Segment:
 
 
 def facts() -> dict:
-    """What the driver knows of the run and a worker does not: devices, replicas, optimizer_steps_per_version."""
-    defaults = {"devices": 1, "replicas": 1, "optimizer_steps_per_version": 1}
+    """What the driver knows of the run and a worker does not.
+
+    devices, replicas, optimizer_steps_per_version, prompts_per_version.
+    """
+    defaults = {"devices": 1, "replicas": 1, "optimizer_steps_per_version": 1, "prompts_per_version": 1}
     return {**defaults, **json.loads(os.environ.get(ENV_FACTS) or "{}")}
 
 

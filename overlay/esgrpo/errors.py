@@ -20,3 +20,11 @@ class ConfigError(EsgrpoError, ValueError):
 
 class HookError(EsgrpoError):
     """A hook that the run needs is not in place."""
+
+
+class RunError(EsgrpoError):
+    """A run that had begun ends: the driver adds how to resume it."""
+
+
+class Terminated(EsgrpoError):
+    """A SIGTERM ended the run; the line says what was saved."""

@@ -244,6 +244,15 @@ def optimizer_steps_per_version(config, v1: bool) -> int:
     return steps
 
 
+def prompts_per_version(config) -> int:
+    """Trained between two weight syncs."""
+    fully_async = config.get("async_training")
+    if fully_async is None:
+        return config.data.train_batch_size
+    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return mini_batch * fully_async.require_batches * fully_async.trigger_parameter_sync_step
+
+
 TAIL_ROUTER = "tail-router"  # slug of the hook that makes the class
 
 

@@ -121,8 +121,8 @@ def is_v1(config) -> bool:
 
 
 def _facts(config) -> dict:
-    """Accelerators (trainer plus standalone rollout), rollout replicas, optimiser steps between two weight syncs."""
-    from esgrpo.hooks.verl.config_rules import optimizer_steps_per_version
+    """Accelerators (trainer plus standalone rollout), rollout replicas, optimiser steps and prompts of a version."""
+    from esgrpo.hooks.verl.config_rules import optimizer_steps_per_version, prompts_per_version
 
     rollout = config.get("rollout")
     if is_v1(config):
@@ -133,7 +133,8 @@ def _facts(config) -> dict:
     sizes = (f"{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model"))
     replica = math.prod(config.actor_rollout_ref.rollout.get(size) or 1 for size in sizes)
     return {"devices": trainer + standalone, "replicas": (standalone or trainer) // replica,
-            "optimizer_steps_per_version": optimizer_steps_per_version(config, is_v1(config))}
+            "optimizer_steps_per_version": optimizer_steps_per_version(config, is_v1(config)),
+            "prompts_per_version": prompts_per_version(config)}
 
 
 def _adjust(config, segment, features):

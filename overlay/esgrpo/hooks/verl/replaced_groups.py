@@ -66,7 +66,7 @@ class Filter:
 def replace(rollouter, sample) -> bool:
     """True when the group is not to be put, and its place was given back."""
     from esgrpo.algo.pruning import is_resolved_null
-    from esgrpo.hooks.verl import prune_metrics
+    from esgrpo.hooks.verl import in_flight, prune_metrics
     from esgrpo.records import write
 
     batch = sample.full_batch
@@ -74,11 +74,11 @@ def replace(rollouter, sample) -> bool:
     if len(rows) < len(batch):  # not made by this overlay's workers
         return False
     kept = batch.batch["response_mask"].bool().any(dim=-1).tolist()
-    replaced = is_resolved_null(rows, kept) and _feed_goes_on(rollouter)
+    replaced = is_resolved_null(rows, kept) and another_instead(rollouter)
     prune_metrics.note(rollouter, rows, replaced)
     if not replaced:
         return False
-    rollouter.total_rollout_steps += 1  # the feed delivers one prompt more
+    in_flight.ended(rollouter, sample)
     rollouter.staleness_samples -= 1
     # the original counts every group that was put: one of them was not
     rollouter.total_generated_samples -= 1
@@ -87,11 +87,13 @@ def replace(rollouter, sample) -> bool:
     return True
 
 
-def _feed_goes_on(rollouter) -> bool:
-    """Will the feed look at `total_rollout_steps` again, and is there a prompt left beyond it?
+def another_instead(rollouter) -> bool:
+    """The feed delivers one prompt more, where it will look at `total_rollout_steps` again and has one beyond it.
 
     It looks after every prompt that it has handed on; below the limit it cannot have seen the end.
     """
     feed = rollouter.feed_task
     prompts = len(rollouter.train_dataloader) * rollouter.config.trainer.total_epochs
-    return (feed is not None and not feed.done() and rollouter.global_steps < rollouter.total_rollout_steps < prompts)
+    goes_on = feed is not None and not feed.done() and rollouter.global_steps < rollouter.total_rollout_steps < prompts
+    rollouter.total_rollout_steps += goes_on
+    return goes_on

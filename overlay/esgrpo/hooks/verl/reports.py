@@ -17,8 +17,21 @@ ANSWER_TIMEOUT_S = 120.0
 
 
 def of_actor(instance, process: str) -> dict:
-    """Runs inside an actor."""
-    return engine.report(process, instance)
+    """Runs inside an actor; with the name and the address by which Ray's errors speak of it."""
+    import ray
+
+    return {**engine.report(process, instance), "ip": ray.util.get_node_ip_address(),
+            "actor": ray.get_runtime_context().get_actor_name() or ""}
+
+
+def actor_names() -> dict[tuple[str, str], str]:
+    """(node address, pid) -> Ray's name of the actor, from the handshake of this run; empty when it is not readable."""
+    path = os.path.join(os.environ.get("ESGRPO_RUN_DIR", "."), "esgrpo", "hooks.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return {(row["ip"], str(row["pid"])): row["actor"] for row in json.load(file) if row.get("actor")}
+    except (OSError, ValueError):
+        return {}
 
 
 def of_group_workers(instance, group: str) -> list:

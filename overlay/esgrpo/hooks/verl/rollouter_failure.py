@@ -24,8 +24,6 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     async def fit(self, *args, **kwargs):
-        from esgrpo.errors import EsgrpoError
-
         failures = []
         generation = self._streaming_generation_main
 
@@ -39,10 +37,22 @@ def build(original):
         self._streaming_generation_main = recorded  # shadows the method on this one instance
         result = await original(self, *args, **kwargs)
         if failures:
-            lines = [line.strip() for line in str(failures[0]).splitlines() if line.strip()]
-            raise EsgrpoError("rollout", f"{type(failures[0]).__name__}: {lines[-1] if lines else ''}",
-                              "a rollouter that runs to its end", "unfinished samples are lost, the run stops",
-                              "the cause is in the rollouter's log above; resume from the last checkpoint")
+            from esgrpo.hooks.verl.rollouter_failure import said
+
+            raise said(failures[0])
         return result
 
     return fit
+
+
+def said(error):
+    """What to raise for the failure of the generation task: one line that names what died, in which replica."""
+    from esgrpo.algo import endings
+    from esgrpo.errors import EsgrpoError, RunError
+    from esgrpo.hooks.verl import reports
+
+    if isinstance(error, EsgrpoError):
+        return error
+    return RunError("rollout", str(endings.of_error(type(error).__name__, str(error), reports.actor_names())),
+                    "a rollouter that runs to its end", "unfinished samples are lost, the run stops",
+                    "the cause stands in the log above")

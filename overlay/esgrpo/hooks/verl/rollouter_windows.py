@@ -23,13 +23,13 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     async def reset_staleness(self, *args, **kwargs):
-        from esgrpo.hooks.verl import prune_metrics
+        from esgrpo.hooks.verl import failed_prompts, in_flight, prune_metrics
         from esgrpo.hooks.verl.rollouter_windows import metrics
         from esgrpo.hooks.verl.routing_metrics import at_weight_version
 
         timing = await original(self, *args, **kwargs)
         return {**timing, **await metrics(self, timing), **prune_metrics.take(self),
-                **await at_weight_version(self)}
+                **failed_prompts.next_version(self), **in_flight.take_metrics(self), **await at_weight_version(self)}
 
     return reset_staleness
 

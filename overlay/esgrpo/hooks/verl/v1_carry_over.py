@@ -65,7 +65,7 @@ def pool_of(trainer):
 def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     """Tell the pool about one sampled batch; a group trained twice stops the run, what else is odd is said once."""
     from esgrpo.algo.carry_over import EMPTY, CarryOverError, Waiting
-    from esgrpo.errors import EsgrpoError
+    from esgrpo.errors import RunError
     from esgrpo.hooks.verl.v1_failure import take_evicted
     from esgrpo.hooks.verl.v1_rows import final_keys, group_of, real_keys
     from esgrpo.records import write
@@ -86,9 +86,9 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     try:
         step = pool.settle(version, trained, waiting, {**empty, **take_evicted(buffer)})
     except CarryOverError as error:
-        raise EsgrpoError("carry-over", str(error), "every group is trained once",
-                          "rewards and staleness could not be trusted, the run stops",
-                          "resume from the last checkpoint; report it with esgrpo/carry-*.jsonl") from None
+        raise RunError("carry-over", str(error), "every group is trained once",
+                       "rewards and staleness could not be trusted, the run stops",
+                       "report it with esgrpo/carry-*.jsonl") from None
     odd = {kind: groups for kind, groups in {**pool.oddities, EMPTY: new}.items() if groups}
     say(trainer, odd)
     partial = sum(size != trainer.config.actor_rollout_ref.rollout.n for size in sizes.values())

@@ -35,11 +35,45 @@ def build(original):
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         reasons = v1_failure.reasons_of(arguments["eviction_reasons"])
         remember(self.__dict__.setdefault("esgrpo_evicted", {}), reasons)
+        partition = arguments["partition_id"]
+        if partition == v1_failure.TRAIN:
+            v1_failure.count(self, arguments["global_steps"])
         v1_failure.look(self, [group for group, why in reasons.items() if why == "failed"],
-                        self.finished_keys[arguments["partition_id"]])
+                        self.finished_keys[partition])
         return original(self, *args, **kwargs)
 
     return _evict_terminal_groups
+
+
+TRAIN = "train"
+
+
+def count(buffer, version: int) -> None:
+    """Failed groups of this version against `segment.max_failed_prompts`; those that no process answered stop the run.
+
+    Under `sync` failed groups stay in the buffer: all of the partition are looked at, each counts once.
+    """
+    import transfer_queue
+
+    from esgrpo import config
+    from esgrpo.algo.failures import Failed
+    from esgrpo.errors import RunError
+    from esgrpo.hooks.verl import failed_prompts
+    from esgrpo.hooks.verl.v1_session_errors import TAG
+
+    groups = buffer.failure_keys[TRAIN]
+    if not groups or not config.current().enable:
+        return
+    tags = (transfer_queue.kv_list(TRAIN) or {}).get(TRAIN, {})
+    found = {group: tags.get(group, {}).get(TAG) for group in sorted(groups)}
+    found = {group: told for group, told in found.items() if told is not None}
+    gone = [told["error"] for told in found.values() if not told["alone"]]
+    if gone:
+        raise RunError("rollout", gone[0], "processes that answer", "no group can end well any more, the run stops",
+                       "the cause stands in the log above")
+    failures = [Failed(group, told["words"], told["error"]) for group, told in found.items()]
+    failed_prompts.note(failed_prompts.bound_of(buffer), version, failures,
+                        {group: (told["prompt"], None) for group, told in found.items()})
 
 
 def reasons_of(eviction_reasons) -> dict[str, str]:
@@ -57,11 +91,11 @@ def take_evicted(buffer) -> dict[str, str]:
 
 def look(buffer, failed, good) -> None:
     from esgrpo.algo.failures import FailureStreak
-    from esgrpo.errors import EsgrpoError
+    from esgrpo.errors import RunError
 
     if not hasattr(buffer, "esgrpo_failures"):
         buffer.esgrpo_failures = FailureStreak()
     if buffer.esgrpo_failures.observe(failed, good):
-        raise EsgrpoError("rollout", f"{buffer.esgrpo_failures.in_a_row} prompt groups failed in a row",
-                          "groups that end well", "verl would submit new ones for ever, the run stops",
-                          "the cause is in the log of the agent loop workers above; resume from the last checkpoint")
+        raise RunError("rollout", f"{buffer.esgrpo_failures.in_a_row} prompt groups failed in a row",
+                       "groups that end well", "verl would submit new ones for ever, the run stops",
+                       "the cause stands in the log of the agent-loop workers above")

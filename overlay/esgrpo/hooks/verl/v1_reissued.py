@@ -64,12 +64,11 @@ def unfinished(trainer, partition: str) -> dict[str, int]:
 def say(lost: dict[str, int]) -> None:
     import sys
 
+    from esgrpo.algo.resuming import reissued_words
     from esgrpo.records import write
 
     write("restart", lost)
-    print(f"esgrpo: restart: {lost['groups']} prompt groups were unfinished and start anew: {lost['finished']} "
-          f"responses that had ended ({lost['tokens']} tokens) are generated a second time, {lost['running']} that had "
-          "not lose what they had", file=sys.stderr, flush=True)
+    print(f"esgrpo: {reissued_words(**lost)}", file=sys.stderr, flush=True)
 
 
 def take_metrics(trainer) -> dict[str, float]:

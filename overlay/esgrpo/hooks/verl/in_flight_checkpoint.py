@@ -1,0 +1,80 @@
+"""Saves the prompts in flight with every checkpoint of a fully-async run."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from esgrpo.engine import Hook, Release
+
+_ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
+
+HOOK = Hook(
+    slug="prompts-in-flight-are-saved",
+    target=f"{_ROLLOUTER}.save_checkpoint",
+    process=("rollouter",),
+    kind="wrap",
+    why="verl saves the position of the data loader alone; written before the trainer marks the checkpoint as the "
+        "latest one, and of the same moment: nothing runs between the loader's state and this",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "27b483a516f4a79f"}),),
+    remove_when="verl's rollouter saves its samples in flight with its data loader",
+    features=("observe",),
+    relies_on=("verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer._save_checkpoint",),
+    without=(("==0.7.0", "the recipe has another rollouter: its prompts in flight are lost at a restart"),),
+)
+
+FILE = "esgrpo_in_flight.pt"  # batches of verl's data loader, pickled as verl pickles its own data.pt beside it
+FORMAT = 1
+
+
+def build(original):
+    @functools.wraps(original)
+    async def save_checkpoint(self, *args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl import in_flight_checkpoint
+
+        result = await original(self, *args, **kwargs)
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        in_flight_checkpoint.save(self, bound.arguments["local_global_step_folder"])
+        return result
+
+    return save_checkpoint
+
+
+def save(rollouter, folder: str) -> None:
+    """A failed write costs the prompts in flight, not the checkpoint; a restart will say so, too."""
+    import sys
+
+    import torch
+
+    from esgrpo.errors import EsgrpoError
+    from esgrpo.hooks.verl.in_flight import ledger_of
+
+    ledger, path = ledger_of(rollouter), os.path.join(folder, FILE)
+    entries = [vars(entry) for entry in ledger.to_give_back()]
+    try:
+        torch.save({"format": FORMAT, "drawn": ledger.drawn, "prompts": entries}, path + ".new")
+        os.replace(path + ".new", path)
+    except (OSError, RuntimeError) as error:  # torch says RuntimeError when a disk is full
+        print(EsgrpoError("prompts in flight", f"{path}: {error}", "written with the checkpoint", f"{len(entries)} "
+                          "prompts would not be trained after a restart from it", "make room"), file=sys.stderr,
+              flush=True)
+
+
+def load(folder: str):
+    """(drawn, entries) as saved; None when the checkpoint has none. Raises ValueError for a file of another kind."""
+    import torch
+
+    from esgrpo.algo.resuming import Drawn
+
+    path = os.path.join(folder, FILE)
+    if not os.path.exists(path):
+        return None
+    try:
+        state = torch.load(path, weights_only=False)
+        if state["format"] != FORMAT:
+            raise ValueError(f"format {state['format']}, not {FORMAT}")
+        return int(state["drawn"]), [Drawn(**entry) for entry in state["prompts"]]
+    except Exception as error:  # pickle raises anything for a damaged file
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None

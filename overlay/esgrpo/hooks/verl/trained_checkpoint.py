@@ -1,0 +1,34 @@
+"""Before a fully-async checkpoint is written, the rollouter hears of all prompts that its weights were trained on."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+_TRAINER = "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer"
+
+HOOK = Hook(
+    slug="trained-prompts-before-checkpoint",
+    target=f"{_TRAINER}._save_checkpoint",
+    process=("trainer",),
+    kind="wrap",
+    why="the batch of the step that ends has been trained, and its prompts would be issued again after a restart",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "9a43743244249b72"}),),
+    remove_when="verl's rollouter saves its samples in flight with its data loader",
+    features=("observe",),
+    relies_on=(f"{_TRAINER}._fit_save_checkpoint", f"{_TRAINER}.fit_step", f"{_TRAINER}.fit"),
+    without=(("==0.7.0", "the recipe has another trainer"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def _save_checkpoint(self, *args, **kwargs):
+        from esgrpo.hooks.verl import trained_prompts
+
+        trained_prompts.tell(self)
+        trained_prompts.wait(self)  # the original makes the rollouter save
+        return original(self, *args, **kwargs)
+
+    return _save_checkpoint

@@ -1,0 +1,70 @@
+"""Tells the rollouter which prompts have been trained: those of a batch, when the next one is asked for."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+_TRAINER = "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer"
+
+HOOK = Hook(
+    slug="trained-prompts",
+    target=f"{_TRAINER}._get_samples_from_queue",
+    process=("trainer",),
+    kind="wrap",
+    why="the rollouter, which saves the data loader, does not know what became of the samples that left its queue",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "b23bf5f55352f125"}),),
+    remove_when="verl's rollouter saves its samples in flight with its data loader",
+    features=("observe",),
+    relies_on=(f"{_TRAINER}.fit_step", f"{_TRAINER}._fit_generate",
+               "verl.experimental.fully_async_policy.detach_utils:assemble_batch_from_rollout_samples"),
+    without=(("==0.7.0", "the recipe has another trainer"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def _get_samples_from_queue(self, *args, **kwargs):
+        from esgrpo.hooks.verl import trained_prompts
+
+        trained_prompts.tell(self)
+        result = await original(self, *args, **kwargs)
+        _epoch, batch = result
+        if batch is not None and "uid" in batch.non_tensor_batch:
+            self.esgrpo_untold = sorted(set(batch.non_tensor_batch["uid"]))
+        return result
+
+    return _get_samples_from_queue
+
+
+ANSWER_TIMEOUT_S = 120.0
+
+
+def tell(trainer) -> None:
+    """Calls are not waited for, nor do they arrive in order: those that are under way are kept for `wait`."""
+    import ray
+
+    from esgrpo.hooks.verl import in_flight
+
+    uids = trainer.__dict__.pop("esgrpo_untold", None)
+    if uids:
+        under_way = trainer.__dict__.setdefault("esgrpo_telling", [])
+        _, under_way[:] = ray.wait(under_way, num_returns=len(under_way), timeout=0) if under_way else ([], [])
+        under_way.append(trainer.rollouter.__ray_call__.remote(in_flight.trained, uids))
+
+
+def wait(trainer) -> None:
+    """Until the rollouter has heard everything. Raises what the rollouter raised."""
+    import sys
+
+    import ray
+
+    from esgrpo.errors import EsgrpoError
+
+    try:
+        ray.get(trainer.__dict__.pop("esgrpo_telling", []), timeout=ANSWER_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError:
+        print(EsgrpoError("trained prompts", f"the rollouter is silent for {ANSWER_TIMEOUT_S:.0f} s", "an answer",
+                          "a restart from this checkpoint may train some prompts twice", "see the rollouter's log"),
+              file=sys.stderr, flush=True)

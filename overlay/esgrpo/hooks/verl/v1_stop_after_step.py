@@ -1,0 +1,50 @@
+"""A v1 trainer that is told to stop saves a checkpoint of the running step and ends."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="v1-stop-after-step",
+    target="verl.trainer.ppo.v1.trainer_base:PPOTrainer.step",
+    process=("v1-task-runner",),
+    kind="wrap",
+    why="verl saves right after this method, in a state that each mode has prepared for it, when save_freq says "
+        "so; the step after the one that was saved never begins",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "3aadd8009bfd11c7"}),),
+    remove_when="verl's trainer saves on SIGTERM",
+    relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",
+               "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint"),
+    without=(("==0.7.0", "no v1 trainers"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def step(self, *args, **kwargs):
+        from esgrpo.hooks.verl import stop_request, v1_stop_after_step
+
+        ending = getattr(self, "esgrpo_ending", None)
+        if ending is not None:
+            raise ending
+        result = original(self, *args, **kwargs)
+        if stop_request.asked():
+            v1_stop_after_step.save_now(self)
+        return result
+
+    return step
+
+
+def save_now(trainer) -> None:
+    """Let verl save after this step, and remember what to raise when the next one begins."""
+    from omegaconf import open_dict
+
+    from esgrpo.hooks.verl import stop_request
+
+    settings = trainer.config.trainer
+    trainer.esgrpo_ending = stop_request.saved(trainer.global_steps, settings.default_local_dir, settings.save_freq)
+    if settings.save_freq > 0:
+        with open_dict(settings):
+            settings.save_freq = 1
