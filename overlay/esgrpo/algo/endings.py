@@ -22,7 +22,7 @@ WORDS = {
     "CheckpointEngineWorker": "rollout worker", "GlobalRequestLoadBalancer": "load balancer",
 }
 ENGINE_DEAD = "EngineDeadError"  # vLLM's server lives and says that its engine process does not
-NODE_GONE = re.compile(r"node .{0,80}(?:died|was terminated|has been marked dead)|LocalRayletDiedError", re.I)
+NODE_GONE = re.compile(r"node .{0,80}(?:died|was terminated|has been marked dead)|raylet died", re.I)
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _BLOCK = re.compile(r"class_name: (?P<kind>\S+)(?P<rest>(?:\n[ \t]+\w+: [^\n]*)*)")

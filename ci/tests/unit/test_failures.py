@@ -1,0 +1,52 @@
+"""Which failures are those of one prompt, and how many of them a weight version may have."""
+
+import pytest
+
+from esgrpo.algo.failures import Failed, FailedPrompts, brief, is_of_one_prompt
+from esgrpo.errors import HookError
+
+
+def failures(*groups):
+    return [Failed(group, f"key-{group}", "ValueError: broke") for group in groups]
+
+
+@pytest.mark.parametrize(("share", "prompts", "allowed"), [
+    (0.01, 8, 1), (0.01, 512, 5), (0.0, 512, 0), (1.0, 8, 8), (0.5, 1, 1)])
+def test_the_share_allows_at_least_one_prompt_unless_it_is_zero(share, prompts, allowed):
+    bound = FailedPrompts(share, prompts)
+    bound.observe(0, failures(*map(str, range(allowed))))
+    assert not bound.too_many
+    bound.observe(0, failures("one more"))
+    assert bound.too_many
+
+
+def test_a_group_counts_once_and_a_new_version_starts_anew():
+    bound = FailedPrompts(0.01, 8)
+    assert [f.group for f in bound.observe(1, failures("a"))] == ["a"]
+    assert bound.observe(1, failures("a")) == [] and not bound.too_many
+    assert len(bound.observe(2, failures("b"))) == 1 and not bound.too_many
+    assert bound.total == 2
+    bound.observe(2, failures("c", "d", "e"))
+    assert bound.too_many
+    assert str(bound) == ("ValueError: broke; 4 prompts of one weight version failed: key-e, key-d, key-c and 1 more")
+
+
+def test_errors_of_one_prompt_and_of_a_process_that_is_gone():
+    exceptions = pytest.importorskip("ray.exceptions")
+
+    def raised_in_a_worker(cause):
+        return exceptions.RayTaskError("compute_score", "Traceback ...\nlast line", cause, pid=7, ip="10.0.0.1")
+
+    class EngineDeadError(RuntimeError):
+        """As vLLM's, by name."""
+
+    broke = raised_in_a_worker(ValueError("broke\nsecond line"))
+    for error in (ValueError("broke"), broke, broke.as_instanceof_cause(), RuntimeError("tool")):
+        assert is_of_one_prompt(error)
+    assert brief(broke.as_instanceof_cause()) == "ValueError: broke"
+    assert brief(KeyError()) == "KeyError: without a message"
+    gone = exceptions.ActorDiedError()
+    for error in (gone, raised_in_a_worker(gone), raised_in_a_worker(gone).as_instanceof_cause(),
+                  exceptions.WorkerCrashedError(), EngineDeadError("x"), raised_in_a_worker(EngineDeadError("x")),
+                  HookError("a", "b", "c", "d", "e"), MemoryError()):
+        assert not is_of_one_prompt(error), error
