@@ -1,4 +1,4 @@
-"""How a run ends: the last line and the exit code of the driver, and what the trainers do when they are told to stop."""
+"""How a run ends: last line and exit code of the driver, and what the trainers do when they are told to stop."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def ended(tmp_path, scene: str, save_freq: int = 2, checkpoint: bool = True, seg
     if checkpoint:
         (tmp_path / "global_step_3").mkdir()
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    done = subprocess.run([sys.executable, "-m", "ci.tests.contract.ending_probe", scene, str(tmp_path), str(save_freq)],
-                          capture_output=True, text=True, cwd=ROOT, timeout=120, env={
-                              **os.environ, "PYTHONPATH": f"{ROOT / 'overlay'}:{ROOT}", "ESGRPO_SEGMENT": segment,
-                              "ESGRPO_RUN_DIR": str(tmp_path)})
+    command = [sys.executable, "-m", "ci.tests.contract.ending_probe", scene, str(tmp_path), str(save_freq)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env={
+        **os.environ, "PYTHONPATH": f"{ROOT / 'overlay'}:{ROOT}", "ESGRPO_SEGMENT": segment,
+        "ESGRPO_RUN_DIR": str(tmp_path)})
     return done.returncode, (done.stdout + done.stderr).strip().splitlines()
 
 

@@ -23,7 +23,7 @@ from ci.tests.contract.test_replaced_groups import (  # noqa: E402, F401
 )
 from esgrpo.errors import RunError  # noqa: E402
 from esgrpo.hooks.verl import failed_prompts, in_flight  # noqa: E402
-from esgrpo.hooks.verl.records import read  # noqa: E402
+from esgrpo.records import read  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

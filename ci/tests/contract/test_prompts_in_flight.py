@@ -22,7 +22,7 @@ from esgrpo.hooks.verl import (  # noqa: E402
     trained_checkpoint,
     trained_prompts,
 )
-from esgrpo.hooks.verl.records import read  # noqa: E402
+from esgrpo.records import read  # noqa: E402
 
 PROMPTS, BATCH, SIZE = 24, 4, 2
 
@@ -36,15 +36,15 @@ def number_of(batch) -> int:
     return int(batch["number"][0])
 
 
-def rollouter_of(rollouter_class, directory, hooked: bool):
+def rollouter_of(kind, directory, hooked: bool):
     """A rollouter as after __init__ with its checkpoint loaded."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    subclass = type("Rollouter", (rollouter_class,), {})
+    subclass = type("Rollouter", (kind,), {})
     if hooked:
         for hook in (in_flight, in_flight_checkpoint, in_flight_reissued):
             name = hook.HOOK.target.rpartition(".")[2]
-            setattr(subclass, name, hook.build(inspect.getattr_static(rollouter_class, name)))
+            setattr(subclass, name, hook.build(inspect.getattr_static(kind, name)))
     made = object.__new__(subclass)
     made.config = SimpleNamespace(
         trainer=SimpleNamespace(total_epochs=1, resume_mode="auto", default_hdfs_dir=None, resume_from_path=None,
@@ -90,13 +90,15 @@ async def train(made, directory, version: int, dies_after: int, uids=lambda made
     return trained, saved
 
 
-def chain(rollouter_class, directory, hooked: bool) -> tuple[Counter, list]:
+def chain(kind, directory, hooked: bool) -> tuple[Counter, list]:
     """Three starts that die and one that ends: prompt -> times trained in what the checkpoints kept."""
-    tell = (lambda made, samples: in_flight.trained(made, [f"uid_{sample.sample_id}" for sample in samples])) if hooked \
-        else (lambda made, samples: None)
+    def tell(made, samples):
+        if hooked:
+            in_flight.trained(made, [f"uid_{sample.sample_id}" for sample in samples])
+
     numbers, names, version = [], [], 0
     for dies_after in (1, 2, 1, PROMPTS):
-        made = rollouter_of(rollouter_class, directory, hooked)
+        made = rollouter_of(kind, directory, hooked)
         trained, saved = asyncio.run(asyncio.wait_for(train(made, directory, version, dies_after, tell), 60))
         version += len(saved)
         numbers += [int(sample.full_batch.non_tensor_batch["number"][0]) for sample in trained]
@@ -104,7 +106,7 @@ def chain(rollouter_class, directory, hooked: bool) -> tuple[Counter, list]:
     return Counter(numbers), names
 
 
-def test_over_a_chain_of_restarts_each_prompt_is_trained_once(rollouter_class, tmp_path, monkeypatch, capfd):  # noqa: F811
+def test_each_prompt_is_trained_once(rollouter_class, tmp_path, monkeypatch, capfd):  # noqa: F811
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     counts, names = chain(rollouter_class, tmp_path / "checkpoints", hooked=True)
     assert counts == Counter(range(PROMPTS))
@@ -147,7 +149,7 @@ def test_a_failed_write_costs_the_prompts_and_not_the_checkpoint(rollouter_class
 
 
 def test_the_trainer_tells_what_it_has_trained_before_it_saves(monkeypatch):
-    """Batch after batch: told when the next is asked for; all of them before a checkpoint; none that was not trained."""
+    """Batch after batch: told when the next is asked for; all before a checkpoint; none that was not trained."""
     import ray
 
     told, order = [], []

@@ -289,3 +289,76 @@ def test_a_group_that_ends_well_starts_the_count_anew():
     assert not streak.observe({"c"}, {"good"})
     assert not streak.observe({"d"}, {"good"})
     assert streak.in_a_row == 2 and streak.observe({"e"}, {"good"}) and not streak.observe((), {"good", "other"})
+
+
+def told_failed(queue, name: str, error, monkeypatch) -> None:
+    """What a session says that raised, and then verl."""
+    import asyncio
+
+    import transfer_queue
+
+    from esgrpo.hooks.verl import v1_session_errors
+
+    async def put(key, partition_id, tag):
+        queue.tags[key].update(tag)
+
+    class Worker:
+        async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, trace=True, **kwargs):
+            raise error
+
+    monkeypatch.setattr(transfer_queue, "async_kv_put", put)
+    run = v1_session_errors.build(Worker._run_agent_loop)
+    with pytest.raises(type(error)):
+        asyncio.run(run(Worker(), {}, {"validate": False}, agent_name="a", uid=name, index=7,
+                        raw_prompt=[{"role": "user", "content": name}]))
+    queue.tags[name]["status"] = "failure"
+
+
+def failing(monkeypatch, queue, directory, error, count: int, mode: str, segment: str):
+    """`count` of five groups fail in one step of two; returns the trainer after it."""
+    monkeypatch.setenv("ESGRPO_SEGMENT", segment)
+    monkeypatch.setenv("ESGRPO_FACTS", '{"prompts_per_version": 8}')
+    monkeypatch.setenv("ESGRPO_RUN_DIR", str(directory))
+    trainer = Trainer(queue, directory, trainer_mode=mode)
+    names = trainer.submit(5)
+    trainer.complete(*names[count:])
+    for name in names[:count]:
+        told_failed(queue, name, error, monkeypatch)
+    trainer.step(2)
+    return trainer
+
+
+ON = '{"enable": true}'
+
+
+@pytest.mark.parametrize("mode", ["colocate_async", "sync"])
+def test_failed_prompts_of_a_v1_version_are_bounded_and_named(monkeypatch, queue, tmp_path, mode, capfd):
+    from esgrpo.errors import RunError
+
+    trainer = failing(monkeypatch, queue, tmp_path, ValueError("broke on purpose"), 1, mode, ON)
+    row, = read(str(tmp_path), "failed")
+    assert row["group"] == "g0" and row["reason"] == "ValueError: broke on purpose" and row["prompt"]
+    assert trainer.replay_buffer.esgrpo_failed_prompts.total == 1
+    assert f"failed prompt: {row['prompt']} (index 7): ValueError" in capfd.readouterr().err
+    queue.tags.clear()
+    with pytest.raises(RunError, match=r"ValueError: broke on purpose; 2 prompts.*max_failed_prompts=0.01"):
+        failing(monkeypatch, queue, tmp_path, ValueError("broke on purpose"), 2, mode, ON)
+
+
+def test_a_v1_run_without_segments_keeps_verls_own_rule(monkeypatch, queue, tmp_path):
+    failing(monkeypatch, queue, tmp_path, ValueError("broke on purpose"), 3, "colocate_async", "{}")
+    assert read(str(tmp_path), "failed") == []
+
+
+def test_a_v1_run_whose_engine_died_ends_with_its_name(monkeypatch, queue, tmp_path):
+    from esgrpo.errors import RunError
+
+    class EngineDeadError(Exception):
+        """As vLLM's, by name."""
+
+        def __str__(self):
+            return ("ray::vLLMHttpServer.generate() (pid=31, ip=10.0.0.1)\n"
+                    "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.")
+
+    with pytest.raises(RunError, match=r"engine \(EngineCore\) of the vLLM server \(node 10.0.0.1, pid 31\) died"):
+        failing(monkeypatch, queue, tmp_path, EngineDeadError(), 1, "colocate_async", ON)

@@ -156,25 +156,29 @@ COUNT = 0
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     global COUNT
     COUNT += 1
-    if COUNT > {SCORES_BEFORE_FAILURE}:
+    if COUNT == 1 or COUNT > {SCORES_BEFORE_FAILURE}:
         raise ValueError("the scorer broke on purpose")
     return {{"score": float(COUNT % 2), "acc": bool(COUNT % 2)}}
 """
 
 
 @pytest.mark.long
-def test_a_reward_function_that_raises_ends_the_run_loudly(tmp_path):
+def test_a_reward_that_raises_once_costs_a_prompt_and_one_that_always_does_ends_the_run(tmp_path):
     """Under POIS against the last synced version, with two optimiser steps between two weight syncs."""
     reward = tmp_path / "reward.py"
     reward.write_text(FAILING_REWARD)
     run_dir = tmp_path / "run"
-    with pytest.raises(RuntimeError, match="exit code 1") as failure:
+    with pytest.raises(RuntimeError, match="exit code 1"):
         arm.run("reward", overrides(tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64",
                                     f"{SEGMENT}.pois.anchor=version",
                                     "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
                                     reward=reward, prompts=2000, sync_every=2), run_dir, ROOT / "overlay")
     log = (run_dir / "log.txt").read_text()
-    assert "rollout" in str(failure.value).lower() and "broke on purpose" in log
+    last = [line for line in log.splitlines() if line.strip()][-1]
+    assert last.startswith("esgrpo: failed prompts: ValueError: the scorer broke on purpose; ")
+    assert "max_failed_prompts" in last and "nothing to resume from" in last
+    failed = read(str(run_dir), "failed")
+    assert len(failed) >= 3 and all(row["prompt"] and row["draw"] for row in failed)  # one worker or two scored first
     assert "bypass_mode: True -> False" in log  # the driver says that it changed the user's setting
     _no_sample_twice(run_dir)
     updates = metrics_of(run_dir, "esgrpo/pois/log_kl_rollout_current")
@@ -210,6 +214,8 @@ def test_a_vllm_engine_killed_mid_run_ends_the_run_loudly(tmp_path):
                                     "actor_rollout_ref.actor.policy_loss.loss_mode=sais",
                                     prompts=2000), run_dir, ROOT / "overlay")
     assert killed
+    last = [line for line in (run_dir / "log.txt").read_text().splitlines() if line.strip()][-1]
+    assert "the engine (EngineCore) of the vLLM server (replica 0" in last and "nothing to resume from" in last
     _no_sample_twice(run_dir)
     updates = metrics_of(run_dir, "esgrpo/sais/log_kl_rollout_current")
     assert abs(updates[0]["actor/ppo_kl"]) < EXACT_KL

@@ -9,8 +9,10 @@ from esgrpo.algo.endings import advice, of_error
 exceptions = pytest.importorskip("ray.exceptions")
 
 
-def dead_actor(kind, name="", pid=4242, detail="Worker exit detail: Worker unexpectedly exits with a connection error "
-                                               "code 2. End of file. Some more."):
+DETAIL = "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some more."
+
+
+def dead_actor(kind, name="", pid=4242, detail=DETAIL):
     from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
     context = ActorDiedErrorContext(
@@ -20,7 +22,7 @@ def dead_actor(kind, name="", pid=4242, detail="Worker exit detail: Worker unexp
 
 
 def traceback_of(error):
-    return f"Traceback (most recent call last):\n  File \"x.py\", line 3, in f\n    g()\n{type(error).__name__}: {error}"
+    return f"Traceback (most recent call last):\n  File \"x.py\", line 3, in f\n{type(error).__name__}: {error}"
 
 
 def nested(cause, *frames):
@@ -63,7 +65,8 @@ def test_a_dead_engine_is_that_of_its_replica():
 def test_an_error_of_a_living_worker_is_told_with_its_place():
     full = nested(OSError(28, "No space left on device"), ("WorkerDict.actor_save_checkpoint", 77),
                   ("FullyAsyncTrainer.fit", 78), ("FullyAsyncTaskRunner.run", 79))
-    assert str(ending(full)) == "OSError: [Errno 28] No space left on device in the actor worker (node 10.0.0.1, pid 77)"
+    assert str(ending(full)) == (
+        "OSError: [Errno 28] No space left on device in the actor worker (node 10.0.0.1, pid 77)")
 
 
 def test_an_error_of_the_driver_itself():

@@ -89,7 +89,7 @@ def note(bound, version, failures, found) -> None:
 
     from esgrpo import config
     from esgrpo.errors import RunError
-    from esgrpo.hooks.verl.records import write
+    from esgrpo.records import write
 
     for failure in bound.observe(version, failures):
         prompt, draw = found[failure.group]

@@ -50,7 +50,7 @@ def ledger_of(rollouter):
 
 def accounted(rollouter, iterator):
     """verl's stream of (epoch, batch), after the prompts to give back. The feed names the sample when it has it."""
-    from esgrpo.hooks.verl.records import write
+    from esgrpo.records import write
 
     ledger = ledger_of(rollouter)
     while ledger.waiting:

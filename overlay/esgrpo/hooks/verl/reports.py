@@ -26,6 +26,8 @@ def of_actor(instance, process: str) -> dict:
 
 def actor_names() -> dict[tuple[str, str], str]:
     """(node address, pid) -> Ray's name of the actor, from the handshake of this run; empty when it is not readable."""
+    import json
+
     path = os.path.join(os.environ.get("ESGRPO_RUN_DIR", "."), "esgrpo", "hooks.json")
     try:
         with open(path, encoding="utf-8") as file:
