@@ -21,8 +21,9 @@ def error_of(scene: str):
         return RayTaskError("run", f"Traceback (most recent call last):\n{type(error).__name__}: {error}", error,
                             "ray::FullyAsyncTaskRunner.run", 9, "10.0.0.1").as_instanceof_cause()
 
-    context = ActorDiedErrorContext(class_name="AgentLoopWorker", actor_id=bytes(16), pid=77, node_ip_address="10.0.0.1",
-                                    name="agent_loop_worker_3", error_message="The actor is dead.")
+    context = ActorDiedErrorContext(class_name="AgentLoopWorker", actor_id=bytes(16), pid=77,
+                                    node_ip_address="10.0.0.1", name="agent_loop_worker_3",
+                                    error_message="The actor is dead.")
     if scene == "died":
         return in_the_task_runner(ActorDiedError(context))
     return in_the_task_runner({
