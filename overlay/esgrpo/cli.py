@@ -72,6 +72,13 @@ def _run_states(directory: str) -> list[dict]:
 
 
 def status(arguments) -> int:
+    if arguments.books:
+        if arguments.run_dir is None:
+            raise EsgrpoError("status --books", "no RUN_DIR", "esgrpo status RUN_DIR --books", "nothing to settle",
+                              "give the run directory (trainer.default_local_dir)")
+        from esgrpo import books
+
+        return books.main(arguments.run_dir, arguments.json)
     if arguments.run_dir is None:
         rows = _static_states()
         if arguments.json:
@@ -156,6 +163,7 @@ def parser() -> argparse.ArgumentParser:
     sub.set_defaults(function=run)
     sub = commands.add_parser("status", help="states of all hooks, here or in a finished run")
     sub.add_argument("run_dir", nargs="?", help="run directory (trainer.default_local_dir)")
+    sub.add_argument("--books", action="store_true", help="do its records add up, over restarts? 0: yes, 1: no")
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(function=status)
     sub = commands.add_parser("drift", help="what a release changes for the hooks: esgrpo drift vllm==0.33.0",

@@ -21,7 +21,7 @@ from esgrpo.algo.accounting import (
     token_balance,
 )
 
-FATES = ("trained", "pruned", "zero_variance", "stale")
+FATES = ("trained", "pruned", "zero_variance", "stale", "rolled_back")
 
 
 def rows():
@@ -168,3 +168,8 @@ def test_replaced_groups_are_zero_variance_and_no_saving():
     balance = token_balance(rows)
     assert (balance["zero_variance"], balance["pruned"], balance["stale"]) == (10, 3, 5)
     assert balance["spent"] == 18
+
+
+def test_tokens_of_an_update_that_a_restart_threw_away_are_no_training():
+    row = {"tokens": 7, "reprefill": 0, "pruned": False, "trained": False, "gradient": False, "rolled_back": True}
+    assert token_balance([row]) == {**dict.fromkeys(FATES, 0), "rolled_back": 7, "reprefill": 0, "spent": 7}

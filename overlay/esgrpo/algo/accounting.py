@@ -112,12 +112,15 @@ def token_balance(rows: Iterable[dict]) -> dict[str, int]:
 
     A row has `tokens` (decoded), `reprefill` (response tokens computed again after an interruption), `pruned`,
     `trained` (entered an update) and `gradient` (non-zero advantage); `replaced` when its group was foreseen to have no
-    gradient and gave its place to another: that is zero variance, no saving.
+    gradient and gave its place to another: that is zero variance, no saving; `rolled_back` when a restart threw its
+    update away.
     """
-    balance = {"trained": 0, "pruned": 0, "zero_variance": 0, "stale": 0, "reprefill": 0}
+    balance = {"trained": 0, "pruned": 0, "zero_variance": 0, "stale": 0, "rolled_back": 0, "reprefill": 0}
     for row in rows:
         balance["reprefill"] += row["reprefill"]
-        if row["pruned"]:
+        if row.get("rolled_back"):
+            balance["rolled_back"] += row["tokens"]
+        elif row["pruned"]:
             balance["pruned"] += row["tokens"]
         elif not row["trained"]:
             balance["zero_variance" if row.get("replaced") else "stale"] += row["tokens"]

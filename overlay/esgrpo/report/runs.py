@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
+from esgrpo.algo import books
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
 from esgrpo.records import read, read_counted
 
@@ -98,12 +99,21 @@ def curves(evaluations: list[tuple[float, float]], windows: list[dict], rows: li
 
 def with_fates(run_dir: Path, since: float, until: float) -> list[dict]:
     """Responses that ended in this time, each with what became of it so far."""
-    trained = {(r["group"], r["member"]): r for r in read(str(run_dir), "trained") if r["time"] <= until}
-    replaced = {row["group"] for sample in read(str(run_dir), "replaced") for row in sample["rows"]}
-    fates = {"trained": False, "gradient": False}
-    return [{**r, "pruned": r["outcome"] == "prune", "replaced": r["group"] in replaced, **fates,
-             **trained.get((r["group"], r["member"]), {})}
-            for r in read(str(run_dir), "responses") if since <= r["time"] <= until]
+    updates = [row for row in read(str(run_dir), "trained") if row["time"] <= until]
+    starts = {kind: [row for row in read(str(run_dir), kind) if row["time"] <= until]
+              for kind in ("start", "checkpoint")}
+    undone = books.rolled_back(updates, starts)
+    trained = {books.response_of(row): row for row in updates}
+    replaced = {books.response_of(row) for sample in read(str(run_dir), "replaced") for row in sample["rows"]}
+    rows = []
+    for row in read(str(run_dir), "responses"):
+        response = books.response_of(row)
+        if since <= row["time"] <= until:
+            fate = {"trained": False, "gradient": False, "rolled_back": response in undone}
+            update = {} if response in undone else trained.get(response, {})
+            rows.append({**row, "pruned": row["outcome"] == "prune", "replaced": response in replaced, **fate,
+                         **update})
+    return rows
 
 
 def settled(rows: list[dict]) -> list[dict]:
@@ -111,14 +121,15 @@ def settled(rows: list[dict]) -> list[dict]:
 
     The queue is first in, first out: a complete group that is not trained, although a later one is, was dropped.
     """
-    groups: dict[str, list[dict]] = {}
+    groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        groups.setdefault(row["group"], []).append(row)
+        groups.setdefault(books.response_of(row)[:-1], []).append(row)
     size = max(map(len, groups.values()), default=0)
     queued = {group: max(r["ended"] for r in members) for group, members in groups.items()}
     last = max((queued[g] for g, members in groups.items() if any(r["trained"] for r in members)), default=0.0)
     return [row for group, members in groups.items() for row in members
-            if row["trained"] or (len(members) == size and queued[group] < last - QUEUE_ORDER_MARGIN_S)]
+            if row["trained"] or row["rolled_back"]
+            or (len(members) == size and queued[group] < last - QUEUE_ORDER_MARGIN_S)]
 
 
 def training_reward(rows: list[dict], start: float) -> list[tuple[float, float]]:
