@@ -22,7 +22,6 @@ PREFIX = "actor_rollout_ref.rollout.segment"
 ENV_SEGMENT = "ESGRPO_SEGMENT"
 ENV_FEATURES = "ESGRPO_FEATURES"
 ENV_FACTS = "ESGRPO_FACTS"
-ENV_RUN_ID = "ESGRPO_RUN_ID"  # new for every start of a driver
 
 
 def _number(default, low, high, doc, open_low=False, needs=()):

@@ -19,13 +19,15 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 
 from esgrpo.errors import EsgrpoError
 
 ENV_RUN_DIR, ENV_RUN_ID, ENV_RESTART = "ESGRPO_RUN_DIR", "ESGRPO_RUN_ID", "ESGRPO_RESTART"
-FOLDER = "esgrpo"
+FOLDER, RUN_FILE = "esgrpo", "run.json"
+RUN_ID_DIGITS = 12  # hexadecimal
 HELD_BYTES = 16 * 2**20  # rows that wait and those being written
 CHUNK_BYTES = 2**20  # joined for one write
 ROW_OVERHEAD_BYTES = 128  # of a bytes object, its tuple and its place in the queue
@@ -284,6 +286,32 @@ def save(file: str, make: Callable[[], object], indent: int | None = None) -> No
 def flush(seconds: float = WAIT_S) -> bool:
     """Wait, at most so long, for what is queued; not on an event loop. True when all of it is written or given up."""
     return _writer.flush(seconds)
+
+
+def new_run() -> str:
+    return uuid.uuid4().hex[:RUN_ID_DIGITS]
+
+
+def named(run: str, restart: int) -> dict[str, str]:
+    """The environment by which every process knows its run."""
+    return {ENV_RUN_ID: run, ENV_RESTART: str(restart)}
+
+
+def begun(run_dir: str, goes_on: bool) -> dict[str, str]:
+    """Count one more start of the run in this directory, or begin another run there; returns its environment.
+
+    A directory that cannot be written to gets a new run every time, which its rows, if any, can be told by.
+    """
+    file = os.path.join(run_dir, FOLDER, RUN_FILE)
+    run, restart = new_run(), 0
+    if goes_on:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with open(file, encoding="utf-8") as stream:
+                state = json.load(stream)
+            run, restart = str(state["run"]), int(state["restart"]) + 1
+    save(file, lambda: {"run": run, "restart": restart})
+    flush()
+    return named(run, restart)
 
 
 def dropped() -> int:

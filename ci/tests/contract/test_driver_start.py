@@ -91,7 +91,7 @@ with initialize_config_dir(os.path.join(os.path.dirname(package.__file__), "conf
             "entropy": bool(config.actor_rollout_ref.actor.calculate_entropy),
             "frees": bool(config.actor_rollout_ref.rollout.free_cache_engine),
             "router": config.actor_rollout_ref.rollout.router_config_path,
-            "files": os.path.exists(os.path.join(str(config.trainer.default_local_dir), "esgrpo")),
+            "files": os.path.exists(os.path.join(str(config.trainer.default_local_dir), "esgrpo", "router.yaml")),
             "anchor": json.loads(os.environ["ESGRPO_SEGMENT"])["pois"]["anchor"],
             "bypass": bool(config.algorithm.rollout_correction.bypass_mode),
             "passed_on": sorted(config.ray_kwargs.ray_init.runtime_env.env_vars),

@@ -42,6 +42,7 @@ class Member:
     decision: dict | None = None  # of the audit, plain: rule, prune, keep_probability, reason, tokens, pivot
     length_class: str = ""  # set when the group moves it; empty: the forecast's
     score: float | None = None  # with acc, under v1 only, where nothing but the TransferQueue gets the row
+    prompt: str | None = None  # key of its content
     version: int | None = None  # set where no attempt lives through a weight sync: all its tokens are of this version
 
     @classmethod
@@ -121,9 +122,9 @@ class Member:
                 "tokens_at_decision": decision.get("tokens")}
 
     def _ending(self) -> dict:
-        return {**records.identity(), "records_dropped": records.dropped(), "group": self.group,
-                "member": self.number, "outcome": self.outcome, "rule": self.rule, "tokens": self.tokens,
-                "attempts": self.attempts, "reprefill": self.reprefill,
+        return {**records.identity(), "records_dropped": records.dropped(), "prompt": self.prompt,
+                "group": self.group, "member": self.number, "outcome": self.outcome, "rule": self.rule,
+                "tokens": self.tokens, "attempts": self.attempts, "reprefill": self.reprefill,
                 "boundaries": self.boundaries, "spans": self.spans, "places": self.places, "started": self.started,
                 "ended": time.time()}
 

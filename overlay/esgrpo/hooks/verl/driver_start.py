@@ -8,7 +8,6 @@ import math
 import os
 import sys
 import sysconfig
-import uuid
 
 from esgrpo.engine import Hook, Release
 
@@ -26,7 +25,6 @@ HOOK = Hook(
 
 HANDSHAKES = ("worker-handshake", "partial-handshake")  # the second one is that of verl 0.7.0
 V1_HANDSHAKE = "v1-handshake"
-RUN_ID_LENGTH = 12  # hexadecimal digits
 
 
 def build(original):
@@ -47,7 +45,7 @@ def build(original):
 
 def prepare(config) -> None:
     """Validate, hand the settings on in the environment, and apply what waited for the features."""
-    from esgrpo import compat, engine
+    from esgrpo import compat, engine, records
     from esgrpo import config as settings
 
     rollout = config.actor_rollout_ref.rollout
@@ -64,8 +62,9 @@ def prepare(config) -> None:
     os.environ[settings.ENV_SEGMENT] = settings.to_json(segment)
     os.environ[settings.ENV_FEATURES] = ",".join(sorted(features))
     os.environ[settings.ENV_FACTS] = json.dumps(_facts(config))
-    os.environ[settings.ENV_RUN_ID] = uuid.uuid4().hex[:RUN_ID_LENGTH]
-    os.environ.setdefault("ESGRPO_RUN_DIR", os.path.abspath(config.trainer.default_local_dir))
+    run_dir = os.environ.setdefault("ESGRPO_RUN_DIR", os.path.abspath(config.trainer.default_local_dir))
+    goes_on = config.trainer.get("resume_mode", "auto") != "disable"
+    os.environ.update(records.begun(run_dir, goes_on) if features else records.named(records.new_run(), 0))
     _reach_every_worker(config)
     engine.refresh()
     rows = engine.states("driver")
@@ -145,6 +144,7 @@ def _adjust(config, segment, features):
     from omegaconf import OmegaConf
 
     from esgrpo import engine
+    from esgrpo.errors import EsgrpoError
     from esgrpo.hooks.verl.config_rules import Plan, check_model_path, fill
 
     check_model_path(config.actor_rollout_ref.model.path)
@@ -152,9 +152,14 @@ def _adjust(config, segment, features):
     wanted = Plan(segment)
     fill(wanted, config, features, run_dir, engine.disabled_slugs())
     for path, text in wanted.files.items():
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise EsgrpoError("run directory", str(error), "a place for a file that verl is to read",
+                              "what it configures would be missing, the run does not start",
+                              "set ESGRPO_RUN_DIR to a directory that every node can write to") from None
     for key, value in wanted.settings.items():
         OmegaConf.update(config, key, value, force_add=True)
     for line in wanted.lines:
@@ -167,6 +172,7 @@ def _reach_every_worker(config) -> None:
     from omegaconf import OmegaConf, open_dict
 
     from esgrpo import config as settings
+    from esgrpo import records
     from esgrpo.errors import HookError
 
     given = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
@@ -180,7 +186,7 @@ def _reach_every_worker(config) -> None:
                         "the overlay would be lost in every Ray worker, the run does not start",
                         "append it there, or pip install esgrpo")
     names = ("ESGRPO_ENABLE", "ESGRPO_PREFIX", "ESGRPO_DISABLE", "ESGRPO_STRICT", "ESGRPO_RUN_DIR", "VERL_PLATFORM",
-             settings.ENV_RUN_ID, settings.ENV_SEGMENT, settings.ENV_FEATURES, settings.ENV_FACTS)
+             records.ENV_RUN_ID, records.ENV_RESTART, settings.ENV_SEGMENT, settings.ENV_FEATURES, settings.ENV_FACTS)
     ours = {name: os.environ[name] for name in names if name in os.environ}
     with open_dict(config):
         OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", {**ours, **dict(given)}, force_add=True)

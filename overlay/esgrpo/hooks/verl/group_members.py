@@ -33,7 +33,8 @@ def build(original):
         if arguments["trajectory"]["validate"] or group is None:
             return await original(self, *args, **kwargs)
         forecast = arguments["kwargs"].get("esgrpo_forecast")
-        return await group_members.run_member(original, self, str(group), args, kwargs, forecast)
+        prompt = group_members.prompt_of(self, str(group), arguments["kwargs"].get("raw_prompt"))
+        return await group_members.run_member(original, self, str(group), args, kwargs, forecast, prompt)
 
     return _run_agent_loop
 
@@ -55,7 +56,17 @@ def collision(group: str):
                        "rewards of two prompts would be mixed, the run stops", "make non_tensor_batch['uid'] unique")
 
 
-async def run_member(original, worker, group: str, args, kwargs, forecast=None):
+def prompt_of(worker, group: str, raw_prompt) -> str | None:
+    """Key of a group's prompt, computed once a group; None when the data set gives no raw_prompt."""
+    from esgrpo.algo.history import prompt_key
+
+    known = worker.__dict__.setdefault("esgrpo_prompts", {})
+    if group not in known:
+        known[group] = None if raw_prompt is None else prompt_key(raw_prompt)
+    return known[group]
+
+
+async def run_member(original, worker, group: str, args, kwargs, forecast=None, prompt=None):
     from esgrpo.algo.grouping import FAILED, FINISHED, PRUNED, GroupCollision
     from esgrpo.hooks.verl import attempts, group_decisions, segment_length
     from esgrpo.records import write
@@ -66,7 +77,7 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None):
         number = coordinator.join(group, size)
     except GroupCollision:
         raise collision(group) from None
-    member = attempts.Member(group, number, forecast=forecast)
+    member = attempts.Member(group, number, forecast=forecast, prompt=prompt)
     worker.esgrpo_members[group, number] = member
     group_decisions.watch(worker, member, size)
     token = attempts.current.set(member)
@@ -79,6 +90,8 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None):
         del worker.esgrpo_members[group, number]
         coordinator.leave(group, number, outcome)
         group_decisions.ended(worker, member, output)
+        if group not in coordinator.groups:
+            worker.__dict__.get("esgrpo_prompts", {}).pop(group, None)
     await group_decisions.checkpoint(worker, group)
     if group not in coordinator.groups:
         group_decisions.save(worker)

@@ -45,7 +45,7 @@ def _member(worker, group: str, given: dict):
     """The member of this call: new, or resumed from the state that its interrupted output carries."""
     from esgrpo.algo.grouping import GroupCollision
     from esgrpo.hooks.verl import attempts
-    from esgrpo.hooks.verl.group_members import collision, coordinator_of
+    from esgrpo.hooks.verl.group_members import collision, coordinator_of, prompt_of
 
     coordinator = coordinator_of(worker)
     output, version = given.get("output"), given.get("param_version")
@@ -56,7 +56,9 @@ def _member(worker, group: str, given: dict):
         number = coordinator.join(group, size, None if state is None else state["number"])
     except GroupCollision:
         raise collision(group) from None
-    return attempts.Member(group, number, version=version) if state is None else attempts.Member.resumed(state, version)
+    if state is not None:
+        return attempts.Member.resumed(state, version)
+    return attempts.Member(group, number, version=version, prompt=prompt_of(worker, group, given.get("raw_prompt")))
 
 
 async def run_member(original, worker, group: str, given: dict, args, kwargs):
@@ -80,6 +82,8 @@ async def run_member(original, worker, group: str, given: dict, args, kwargs):
         attempts.current.reset(token)
         del worker.esgrpo_members[group, member.number]
         coordinator_of(worker).leave(group, member.number, outcome)
+        if group not in coordinator_of(worker).groups:
+            worker.__dict__.get("esgrpo_prompts", {}).pop(group, None)
     if interrupted:
         output.extra_fields[attempts.STATE] = member.state()
         return output

@@ -6,8 +6,8 @@ import functools
 import inspect
 import os
 
-from esgrpo.config import ENV_RUN_ID
 from esgrpo.engine import Hook, Release
+from esgrpo.records import ENV_RESTART, ENV_RUN_ID
 
 CLASSES = ("BucketedWeightSender", "BucketedWeightReceiver")
 PREFIX = "ipc:///tmp/rl-colocate-zmq-"
@@ -29,7 +29,7 @@ HOOK = Hook(
 
 def of_this_run(handle: str) -> str:
     """The socket's address with the run's id in it; unchanged where it has none or is named in another way."""
-    run = os.environ.get(ENV_RUN_ID, "")
+    run = "-".join(filter(None, (os.environ.get(ENV_RUN_ID), os.environ.get(ENV_RESTART))))
     return handle.replace(PREFIX, f"{PREFIX}{run}-", 1) if run else handle
 
 

@@ -1,0 +1,125 @@
+"""The identity of a run over its starts, and `esgrpo status RUN_DIR --books`."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from esgrpo import cli, records
+
+
+@pytest.fixture
+def run_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(records, "_writer", records.Writer(period=0.01))
+    for name in (records.ENV_RUN_ID, records.ENV_RESTART):
+        monkeypatch.setenv(name, "")
+    return tmp_path
+
+
+def start(run_dir, goes_on: bool = True) -> tuple[str, int]:
+    os.environ.update(records.begun(str(run_dir), goes_on))
+    return os.environ[records.ENV_RUN_ID], int(os.environ[records.ENV_RESTART])
+
+
+def test_a_run_keeps_its_id_and_counts_its_starts(run_dir):
+    run, first = start(run_dir)
+    assert (run, first) == (run, 0) and [start(run_dir) for _ in range(2)] == [(run, 1), (run, 2)]
+    other, again = start(run_dir, goes_on=False)
+    assert other != run and again == 0 and start(run_dir) == (other, 1)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"run": "a"}', '{"run": "a", "restart": "x"}'])
+def test_a_damaged_identity_begins_another_run(run_dir, damage):
+    run, _ = start(run_dir)
+    (run_dir / "esgrpo" / records.RUN_FILE).write_text(damage)
+    other, number = start(run_dir)
+    assert other not in (run, "a") and number == 0 and start(run_dir) == (other, 1)
+
+
+def test_a_directory_that_cannot_be_written_to_does_not_stop_a_start(run_dir, capsys):
+    (run_dir / "esgrpo").write_text("a file where the directory should be")
+    assert start(run_dir)[0] != start(run_dir)[0]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def two_starts(run_dir, reissued: bool) -> None:
+    """The same id of a group in both starts, as verl gives it: four responses, of which a restart threw two away."""
+    start(run_dir)
+    records.write("start", {"resumed_step": 0, "drawn": 0, "prompts_per_epoch": 1})
+    for number in range(2):
+        if number:
+            start(run_dir)
+            records.write("start", {"resumed_step": 0 if not reissued else 1, "drawn": reissued,
+                                    "prompts_per_epoch": 1})
+        if number and reissued:
+            records.write("reissued", {"group": "uid_1", "draw": 1, "was": "uid_1"})
+        else:
+            records.write("submitted", {"group": "uid_1", "prompt": "k", "draw": 1})
+        for member in range(2):
+            records.write("responses", {"group": "uid_1", "member": member, "started": 0.0, "ended": 1.0,
+                                        "outcome": "finish", "tokens": 5, "reprefill": 0})
+            records.write("trained", {"group": "uid_1", "member": member, "step": 1 + reissued, "pruned": False,
+                                      "trained": True, "gradient": True, "tokens": 5, "reprefill": 0})
+        records.write("batch", {"step": 1 + reissued, "groups": ["uid_1"]})
+    assert records.flush()
+
+
+@pytest.mark.parametrize("reissued", [False, True])
+def test_books_that_balance(run_dir, capsys, reissued):
+    two_starts(run_dir, reissued)
+    assert cli.main(["status", str(run_dir), "--books", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (run,) = found["runs"]
+    assert run["responses"] == {"generated": 4, "trained": 2, "rolled_back": 2} and run["prompts"]["trained"] == 1
+    assert run["epochs"] == [{"epoch": 0, "prompts": 1, "trained": 1}] and found["torn_rows"] == 0
+    assert cli.main(["status", str(run_dir), "--books"]) == 0
+    assert "the books balance" in capsys.readouterr().out
+
+
+def test_the_report_counts_what_was_trained_once(run_dir):
+    """Joined by group and member alone, all four responses were trained."""
+    from esgrpo.algo.accounting import token_balance
+    from esgrpo.report import runs
+
+    two_starts(run_dir, reissued=True)
+    rows = runs.with_fates(run_dir, 0.0, float("inf"))
+    assert sorted((row["restart"], row["trained"], row["rolled_back"]) for row in rows) == [
+        (0, False, True), (0, False, True), (1, True, False), (1, True, False)]
+    balance = token_balance(runs.settled(rows))
+    assert (balance["trained"], balance["rolled_back"], balance["spent"]) == (10, 10, 20)
+
+
+def test_books_that_do_not_balance_are_named(run_dir, capsys):
+    two_starts(run_dir, reissued=True)
+    file, = (run_dir / "esgrpo").glob("reissued-*.jsonl")
+    file.unlink()
+    with open(next((run_dir / "esgrpo").glob("trained-*.jsonl")), "a") as stream:
+        stream.write('{"time": 1')
+    assert cli.main(["status", str(run_dir), "--books"]) == 1
+    said = capsys.readouterr().out
+    assert "DO NOT BALANCE: 1 prompts (1) in flight at a restart" in said and "process was killed: 1" in said
+
+
+@pytest.mark.parametrize("arguments", [["--books"], ["nowhere", "--books"]])
+def test_nothing_to_settle_is_one_line(arguments, capsys):
+    assert cli.main(["status", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("esgrpo: status --books: ") and said.count("\n") == 1
+
+
+def test_records_of_an_older_release(tmp_path, capsys):
+    (tmp_path / "esgrpo").mkdir()
+    row = {"time": 1.0, "group": "a", "member": 0, "outcome": "finish"}
+    (tmp_path / "esgrpo" / "responses-7.jsonl").write_text(json.dumps(row) + "\n")
+    assert cli.main(["status", str(tmp_path), "--books"]) == 0
+    assert "not recorded" in capsys.readouterr().out
+
+
+def test_books_need_neither_torch_nor_verl(run_python, overlay, run_dir):
+    two_starts(run_dir, reissued=True)
+    script = ("import sys\nsys.modules.update(dict.fromkeys(('torch', 'verl', 'vllm', 'ray', 'wrapt', 'numpy')))\n"
+              f"from esgrpo import cli\nsys.exit(cli.main(['status', {str(run_dir)!r}, '--books']))")
+    assert "the books balance" in run_python("-S", "-c", script, path=[overlay]).stdout
