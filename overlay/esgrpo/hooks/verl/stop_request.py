@@ -64,7 +64,7 @@ class Stop:
 
     def __init__(self, config):
         self.config, self.asked, self.reason = config, False, ""
-        self._started, self._before = False, None
+        self._started, self._before, self._over = False, None, threading.Event()
 
     def __enter__(self):
         self._main = threading.current_thread() is threading.main_thread()
@@ -73,6 +73,7 @@ class Stop:
         return self
 
     def __exit__(self, *_):
+        self._over.set()
         if self._main:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
@@ -105,16 +106,14 @@ class Stop:
         raise KeyboardInterrupt
 
     def _ask_and_wait(self, deadline: int) -> None:
-        import time
-
         from esgrpo import config
 
         print(f"esgrpo: SIGTERM: a checkpoint is saved when the running step has ended, in {deadline} s at most "
               f"({config.PREFIX}.sigterm_deadline); a second SIGTERM stops at once", file=sys.stderr, flush=True)
         ask()
-        time.sleep(deadline)
-        self.reason = f"the running step took more than {deadline} s ({config.PREFIX}.sigterm_deadline)"
-        os.kill(os.getpid(), signal.SIGTERM)
+        if not self._over.wait(deadline):
+            self.reason = f"the running step took more than {deadline} s ({config.PREFIX}.sigterm_deadline)"
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def unanswered(self):
         """The line for a SIGTERM after which nothing was saved."""
