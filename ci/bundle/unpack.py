@@ -2,7 +2,7 @@
 
 Verifies each part, unpacks all of them into DEST/site and DEST/esgrpo, compiles byte code on all cores, and says how
 to run. Run it again after a part was missing or damaged: verified parts are not read twice, and a finished DEST is
-left alone. Needs the host's Python only.
+left alone. A DEST/site or DEST/esgrpo that it did not make is never touched. Needs the host's Python only.
 """
 
 import argparse
@@ -16,7 +16,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-DONE = ".bundle-unpacked"
+DONE, BEGUN = ".bundle-unpacked", ".bundle-begun"
+MADE = ("site", "esgrpo")  # what an unpacking makes, and may delete if an earlier one made it
 
 
 def fail(found, wanted, todo):
@@ -88,14 +89,22 @@ def main():
     identity = hashlib.sha256(json.dumps(manifest["parts"]).encode()).hexdigest()
     done = dest / DONE
     if not done.exists() or done.read_text() != identity:
+        begun = dest / BEGUN
+        foreign = [str(dest / name) for name in MADE if (dest / name).exists() or (dest / name).is_symlink()]
+        if foreign and not (done.exists() or begun.exists()):
+            fail(f"{' and '.join(foreign)} is there, and no unpacking made it", "a DEST without it",
+                 "move it away, or give another DEST")
         paths = verify(manifest, options.parts, dest)
-        for name in ("site", "esgrpo"):  # of an unpacking that was cut off
+        begun.write_text(identity)
+        done.unlink(missing_ok=True)
+        for name in MADE:  # of an unpacking that was cut off, or of another bundle
             shutil.rmtree(dest / name, ignore_errors=True)
         with tarfile.open(fileobj=lzma.open(Parts(paths)), mode="r|") as tar:
             tar.extractall(dest, filter="data")
         compileall.compile_dir(dest / "site", quiet=2, workers=0)
         compileall.compile_dir(dest / "esgrpo", quiet=2, workers=0)
         done.write_text(identity)
+        begun.unlink()
     path = os.pathsep.join(str(dest / name) for name in ("esgrpo/overlay", "esgrpo", "site"))
     print(f"export PYTHONPATH={path} VLLM_USE_FLASHINFER_SAMPLER=0")
     print("python -m esgrpo doctor   # what is still missing here")

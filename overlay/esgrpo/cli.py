@@ -29,13 +29,32 @@ def run(arguments) -> int:
     if unknown:
         raise EsgrpoError("ESGRPO_DISABLE", ",".join(sorted(unknown)), "slugs that `esgrpo status` lists",
                           "nothing was started", "correct the name")
-    paths = [OVERLAY] + [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != OVERLAY]
-    environment = dict(os.environ, ESGRPO_ENABLE="1", ESGRPO_PREFIX=sys.prefix, PYTHONPATH=os.pathsep.join(paths))
+    environment = dict(os.environ, ESGRPO_ENABLE="1", ESGRPO_PREFIX=sys.prefix)
+    if not _loads_by_itself():
+        others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != OVERLAY]
+        environment["PYTHONPATH"] = os.pathsep.join([OVERLAY, *others])
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:
         raise EsgrpoError("run", f"{command[0]}: {error.strerror}", "an executable on PATH", "nothing was started",
                           "check the command") from None
+
+
+def _loads_by_itself() -> bool:
+    """True where site reads our esgrpo.pth: PYTHONPATH would show this environment's packages to every other Python.
+
+    A checkout's overlay/ has the package and sitecustomize.py alone. Raises EsgrpoError for a copy that neither loads.
+    """
+    import site
+
+    if not os.path.exists(os.path.join(OVERLAY, "esgrpo.pth")):
+        return False
+    places = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    if not any(os.path.exists(place) and os.path.samefile(place, OVERLAY) for place in places):
+        raise EsgrpoError("run", f"esgrpo lies in {OVERLAY}, whose esgrpo.pth {sys.executable} does not read",
+                          "a site directory of this Python", "no hook would be loaded, nothing was started",
+                          "pip install esgrpo without --target, or put overlay/ of a checkout on PYTHONPATH")
+    return True
 
 
 def _static_states() -> list[dict]:

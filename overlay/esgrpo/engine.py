@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from esgrpo import __version__, fingerprint
-from esgrpo.errors import HookError
+from esgrpo.errors import HookError, plain
 
 MARKER = "__esgrpo__"
 PLATFORMS = {"cpu": "cpu", "huawei": "npu"}  # VERL_PLATFORM, in the words of verl -> feature
@@ -379,5 +379,5 @@ def boot_line(records: list[Record] | None = None) -> str:
     flags = "".join([" ESGRPO_STRICT=0" if not strict() else "",
                      f" ESGRPO_DISABLE={','.join(sorted(disabled_slugs()))}" if disabled_slugs() else ""])
     applied, pending = (sum(r.state is state for r in records) for state in (State.APPLIED, State.PENDING))
-    return (f"esgrpo[{os.getpid()}]: {applied} applied, {pending} wait for their target; "
-            + ("; ".join(odd) or "nothing odd") + flags)
+    return plain(f"esgrpo[{os.getpid()}]: {applied} applied, {pending} wait for their target; "
+                 + ("; ".join(odd) or "nothing odd") + flags)

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
+# of terminals (ECMA-48): control sequences, strings such as a window's title, and two-character ones
+_ESCAPE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*"
+                     r"(?:\x07|\x9c|\x1b\\|$)|\x1b[ -/]*[0-~]")
+
+
+def plain(text: str) -> str:
+    """One line without terminal escapes and other characters that do not print: foreign text is only shown."""
+    return "".join(c if c.isprintable() else " " for c in _ESCAPE.sub("", text))
+
 
 class EsgrpoError(RuntimeError):
     """who, found, wanted, consequence, what to do; picklable, because it crosses Ray."""
@@ -11,7 +22,7 @@ class EsgrpoError(RuntimeError):
 
     def __str__(self) -> str:
         who, found, wanted, consequence, todo = self.args
-        return f"esgrpo: {who}: {found} | wanted {wanted} | {consequence} | {todo}"
+        return plain(f"esgrpo: {who}: {found} | wanted {wanted} | {consequence} | {todo}")
 
 
 class ConfigError(EsgrpoError, ValueError):

@@ -96,6 +96,24 @@ def assert_works(python: Path) -> None:
     assert broken.stdout == "goes on\n" and broken.stderr.count("\n") == 1, broken.stderr
 
 
+SHOW = "import os; print(os.environ.get('PYTHONPATH'))"
+
+
+def test_run_of_an_installed_esgrpo_leaves_the_path_alone(wheel, source, tmp_path):
+    """site-packages on PYTHONPATH would be in front of another Python's own modules, and of the standard library."""
+    inside = fresh(tmp_path / "venv")
+    install(inside, wheel)
+    run = (inside.parent / "esgrpo", "run", "--", inside, "-c")
+    assert checked(*run, SHOW) == "None\n" and checked(*run, SHOW, PYTHONPATH="/else") == "/else\n"
+    assert checked(*run, ASK) == "True\n"
+    target = tmp_path / "target"
+    install(inside, "--target", target, wheel)
+    refused = command(inside, "-m", "esgrpo", "run", "--", inside, "-c", SHOW, PYTHONPATH=str(target))
+    assert refused.returncode == 2 and "esgrpo.pth" in refused.stderr and refused.stderr.count("\n") == 1
+    install(inside, "-e", source)
+    assert checked(*run, SHOW) == f"{source / 'overlay'}\n" and checked(*run, ASK) == "True\n"
+
+
 def stub(python: Path) -> Path:
     """A directory with a wrapt that cannot be imported."""
     directory = python.parent / "stub"

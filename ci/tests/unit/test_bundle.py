@@ -88,6 +88,30 @@ def test_a_bad_part_is_named_and_a_second_try_goes_on(parts, tmp_path, damage, f
     assert unpack(parts, dest).returncode == 0
 
 
+@pytest.mark.parametrize("name", ["site", "esgrpo"])
+def test_what_it_did_not_make_is_never_deleted(parts, tmp_path, name):
+    mine = tmp_path / "dest" / name / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("work of a year")
+    for _ in range(2):  # nor by a second try
+        refused = unpack(parts, tmp_path / "dest")
+        assert refused.returncode == 1 and str(mine.parent) in refused.stderr and refused.stderr.count("\n") == 1
+        assert mine.read_text() == "work of a year"
+
+
+def test_an_unpacking_that_was_cut_off_is_made_anew(parts, tmp_path):
+    """Killed while it wrote: what it has made is its own. So is what another bundle's unpacking has made."""
+    dest = tmp_path / "dest"
+    assert unpack(parts, dest).returncode == 0
+    (dest / ".bundle-unpacked").rename(dest / ".bundle-begun")
+    (dest / "site" / "half.py").write_text("x =")
+    assert unpack(parts, dest).returncode == 0
+    assert not (dest / "site" / "half.py").exists() and not (dest / ".bundle-begun").exists()
+    (dest / ".bundle-unpacked").write_text("another bundle")
+    (dest / "site" / "old.py").write_text("")
+    assert unpack(parts, dest).returncode == 0 and not (dest / "site" / "old.py").exists()
+
+
 def test_another_torch_is_refused(parts, tmp_path):
     manifest = json.loads((parts / "manifest.json").read_text())
     (parts / "manifest.json").write_text(json.dumps({**manifest, "torch": "9.9"}))

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from esgrpo import compat
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, plain
 
 FILE = Path(__file__).with_name("signatures.toml")
 WEIGHTS = ("root", "effect", "notice")  # a root ends a run, an effect follows from something, a notice is harmless
@@ -178,8 +178,8 @@ def render(answer: Answer) -> str:
                  f"seen in: {', '.join(best.signature.evidence)}"]
         if best.signature.weight != "root" and answer.innermost:
             lines.append(unknown)
-    return "\n".join(lines + [f"also ({m.signature.weight}): {m.signature.slug} (line {m.line}): "
-                              f"{m.filled(m.signature.cause)}" for m in rest])
+    return "\n".join(map(plain, lines + [f"also ({m.signature.weight}): {m.signature.slug} (line {m.line}): "
+                              f"{m.filled(m.signature.cause)}" for m in rest]))
 
 
 def as_dict(answer: Answer) -> dict:
