@@ -10,7 +10,7 @@ import pytest
 
 from bench import workload
 from bench.engine.driver import Course, Driver, OutOfTime
-from bench.policies import ABORT, ASYNC, KEEP, SYNC, Continue, Limits, Prune, Yield, policies
+from bench.policies import ABORT, ASYNC, DECISIONS, KEEP, SYNC, Continue, Limits, Prune, Yield, policies, policy
 from bench.policies.order import Verl
 from ci.tests.engine.fake_fleet import FakeFleet
 from esgrpo.errors import EsgrpoError
@@ -52,6 +52,17 @@ def test_books_agree(name, scenario, lag):
     assert record["trained_samples"] + record["pruned_samples"] >= 3 * GROUPS * MEMBERS - record["pruned_samples"]
     assert sum(rate for cause, rate in record["bubble"].items() if cause != "rate") == pytest.approx(
         record["bubble"]["rate"], abs=1e-3)
+    stale, rows, tokens = (record["versions_old"], *(record["versions_old"][what] for what in ("rows", "tokens")))
+    assert rows["share"] <= stale["share"] and rows["mean"] <= stale["mean"] and tokens["mean"] <= stale["max"]
+    assert (scenario == ASYNC or kind.carries) or tokens["share"] == 0 == rows["share"]
+    assert set(record["decisions"]) == set(DECISIONS)
+
+
+@pytest.mark.parametrize("name, keeps", [("es-grpo", True), ("es-grpo/ABD+abort", False), ("colocate_async", False)])
+def test_what_is_carried_is_stale_and_what_is_kept_is_counted(name, keeps):
+    record = drive(policy(name), updates=6).record
+    assert record["versions_old"]["rows"]["share"] > 0 < record["versions_old"]["tokens"]["share"]
+    assert (record["decisions"]["keep"] > 0) == keeps and (record["reprefill_tokens"] == 0) == keeps
 
 
 class Cutting(Verl):

@@ -110,10 +110,11 @@ def _study(record: Record) -> list[list[str]]:
     rows = []
     for place, modules in list(modules_of(record).items())[:1]:  # the first is the base case
         for module, row in modules.items():
-            whole = record.data["modules"][place]["whole"]["gradient"]
+            whole = record.data["modules"][place]["whole"]
+            stale = f"; stale: {staleness([whole])}" if "rows" in whole.get("staleness", {}) else ""
             base = against(row["without"])
             rows.append([f"module {module} {row['name']}, {place}: groups with gradient/s against {base}",
-                         f"all: {ratio(whole)}", f"without it: {ratio(row['without']['gradient'])}",
+                         f"all: {ratio(whole['gradient'])}{stale}", f"without it: {ratio(row['without']['gradient'])}",
                          f"{row['brings']:+.3f}", str(len(record.seeds)), f"rank {row['rank']}", *_where(record)])
     return rows
 
