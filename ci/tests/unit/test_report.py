@@ -164,7 +164,8 @@ def test_policies_are_compared_pair_by_pair_on_the_same_work_only(tmp_path):
     assert [(row[2].split(":")[0], row[3], row[5]) for row in claims] == [
         ("verl", "2 [2, 2] x faster", "better"), ("seer", "1.2 [1.2, 1.2] x faster", "better")]
     assert [row[2].partition(" s;")[2] for row in claims] == [
-        " stale: not recorded", " stale: not recorded (rivals played: seer)"]
+        " stale: not recorded; its own carry-over (colocate_async) not played",
+        " stale: not recorded (rivals played: seer)"]
 
 
 def test_a_ratio_stands_beside_its_staleness_and_decisions_and_the_baseline_is_verls_own_carry_over(tmp_path):

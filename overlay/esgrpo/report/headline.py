@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from esgrpo.report.load import NOT_RECORDED, Record
 from esgrpo.report.policy_tables import (
+    OWN_CARRY_OVER,
     base_of,
     best_rival,
     by_work,
@@ -17,7 +18,7 @@ from esgrpo.report.policy_tables import (
     titles,
 )
 from esgrpo.report.study import against, modules_of, ratio
-from esgrpo.report.tables import DASH, OURS, Table, baseline_of, interval, number, percent, ratios, spread
+from esgrpo.report.tables import BASELINES, DASH, OURS, Table, baseline_of, interval, number, percent, ratios, spread
 
 HEAD = ["claim", "ours", "against", "ratio [range]", "runs", "verdict", "kind", "device", "record"]
 HEADLINES = {"effective tokens/s": False, "time to target, s": True, "samples to target": True,
@@ -51,6 +52,8 @@ def _policies(record: Record) -> list[list[str]]:
         for other in dict.fromkeys((base_of(work, found), best_rival(found))):
             if ours and other:
                 stale = {name: f"; stale: {staleness(found[name])}" for name in (ours, other)}
+                if other in BASELINES and dict(work).get("scenario") == "sync":
+                    stale[other] += f"; its own carry-over ({OWN_CARRY_OVER}) not played"
                 # a pass without the strongest rival must not read as a win over all of them
                 played = f" (rivals played: {', '.join(rivals(found))})" if other == best_rival(found) else ""
                 gains = speedups(found[ours], found[other])
