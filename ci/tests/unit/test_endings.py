@@ -62,11 +62,14 @@ def test_a_dead_engine_is_that_of_its_replica():
     assert str(ending(error)) == "the engine (EngineCore) of the vLLM server (node 10.0.0.1, pid 31) died"
 
 
-def test_an_error_of_a_living_worker_is_told_with_its_place():
-    full = nested(OSError(28, "No space left on device"), ("WorkerDict.actor_save_checkpoint", 77),
-                  ("FullyAsyncTrainer.fit", 78), ("FullyAsyncTaskRunner.run", 79))
-    assert str(ending(full)) == (
-        "OSError: [Errno 28] No space left on device in the actor worker (node 10.0.0.1, pid 77)")
+@pytest.mark.parametrize("error", [
+    OSError(28, "No space left on device"),
+    RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/3")])
+def test_a_full_disk_is_told_with_the_worker_that_met_it(error):
+    full = nested(error, ("WorkerDict.actor_save_checkpoint", 77), ("FullyAsyncTrainer.fit", 78),
+                  ("FullyAsyncTaskRunner.run", 79))
+    assert str(ending(full)) == (f"{type(error).__name__}: {error} (the disk is full or cannot be written) in the "
+                                 "actor worker (node 10.0.0.1, pid 77)")
 
 
 def test_an_error_of_the_driver_itself():

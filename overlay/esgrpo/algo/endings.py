@@ -24,6 +24,9 @@ WORDS = {
 ENGINE_DEAD = "EngineDeadError"  # vLLM's server lives and says that its engine process does not
 NODE_GONE = re.compile(r"node .{0,80}(?:died|was terminated|has been marked dead)|raylet died", re.I)
 
+DISK = re.compile(r"No space left on device|PytorchStreamWriter failed writing|Read-only file system")
+DISK_WORDS = "the disk is full or cannot be written"
+
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _BLOCK = re.compile(r"class_name: (?P<kind>\S+)(?P<rest>(?:\n[ \t]+\w+: [^\n]*)*)")
 _FRAME = re.compile(r"ray::(?:(?P<kind>\w+)\.)?(?P<method>\w+)\(\) \(pid=(?P<pid>\d+), ip=(?P<ip>[^,)\s]+)")
@@ -64,9 +67,9 @@ def of_error(kind: str, text: str, names: Mapping[tuple[str, str], str] | None =
     """
     text = _COLOURS.sub("", text)
     names = names or {}
+    last = _last_error(kind, text) + (f" ({DISK_WORDS})" if DISK.search(text) else "")
     block = list(_BLOCK.finditer(text))
     frames = list(_FRAME.finditer(text))
-    last = _last_error(kind, text)
     if block:
         fields = dict(re.findall(r"^[ \t]+(\w+): (.*)$", block[-1]["rest"], re.M))
         return Ending(WORDS.get(block[-1]["kind"], block[-1]["kind"]), True, fields.get("pid", ""),
