@@ -165,6 +165,8 @@ def test_the_trainer_tells_what_it_has_trained_before_it_saves(monkeypatch):
     batches = iter([["uid_b", "uid_a", "uid_a"], ["uid_c"], None])
 
     class Trainer:
+        current_param_version = 0
+
         def __init__(self):
             self.rollouter = rollouter
 

@@ -33,6 +33,7 @@ class Trainer:
     """A trainer with verl's real replay buffer; prompts come and go in the stub queue."""
 
     global_steps = 1
+    train_dataloader = range(3)  # verl's has a length
 
     def __init__(self, queue, directory, threshold=2, strategy="drop", mode="disable", trainer_mode="colocate_async",
                  **more):

@@ -73,7 +73,7 @@ class Run(RuleBasedStateMachine):
                 self.kept["groups"][origin, group] = "pruned"
 
     @precondition(lambda self: any(done for _, _, done in self.live.values()))
-    @rule(data=st.data(), kind=st.sampled_from(books.GIVEN_UP))
+    @rule(data=st.data(), kind=st.sampled_from((*books.GIVEN_UP, books.FAILED)))
     def give_up(self, data, kind):
         group = self.some(data, True)
         draw, origin, _ = self.live.pop(group)

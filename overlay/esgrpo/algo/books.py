@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 KINDS = ("start", "checkpoint", "submitted", "reissued", "restored", "lost", "batch", "trained", "responses",
          "replaced", "failed", "evicted", "dropped")
 OPEN, TRAINED, ROLLED_BACK, MISSING = "open", "trained", "rolled_back", "missing"
-GIVEN_UP = ("replaced", "failed", "evicted")
+GIVEN_UP = ("replaced", "evicted")
+FAILED = "failed"  # no last word under v1: a group with some responses may still be trained, or evicted
 LOST, PRUNED, THROWN_AWAY = "lost", "pruned", "thrown_away"
 SHOWN = 5  # draws that a line names
 
@@ -130,7 +131,8 @@ class _Account:
         for draw in void:
             del self.draws[draw]
         in_flight = [draw for draw, fate in self.draws.items() if fate == OPEN]
-        back = self._came_back(link.restart, before)
+        gives_back = [draw for row in self.rows["start"].get(link.restart, ()) for draw in row.get("gives_back", ())]
+        back = self._came_back(link.restart, before, set(gives_back))
         lost = [row["draw"] for row in self.rows["lost"].get(link.restart, ())]
         self.draws.update(dict.fromkeys(lost, LOST))
         missing = [draw for draw in in_flight if draw not in back and draw not in lost]
@@ -146,9 +148,11 @@ class _Account:
             self.here[row["group"]] = draw, link.restart
             self.draws[draw] = OPEN
 
-    def _came_back(self, restart: int, before: dict) -> set:
-        """Draws that were given back by this start; restored groups keep their responses, others start anew."""
-        back = set()
+    def _came_back(self, restart: int, before: dict, back: set) -> set:
+        """Draws that were given back by this start; restored groups keep their responses, others start anew.
+
+        `back`: those of them that the start itself says, which may be issued later.
+        """
         for row in self.rows["reissued"].get(restart, ()):
             draw, group = row.get("draw"), row["group"]
             draw = before.get(row.get("was") or group, (group,))[0] if draw is None else draw
@@ -165,6 +169,7 @@ class _Account:
         return back
 
     def run(self, link: Link) -> None:
+        self._give_up(FAILED, link.restart)
         for group, step in self._trained(link.restart):
             draw, origin = self._of(group, link.restart)
             if step > link.last:
@@ -173,11 +178,14 @@ class _Account:
             self.groups[origin, group] = TRAINED
             self._end(draw, TRAINED)
         for kind in GIVEN_UP:
-            for row in self.rows[kind].get(link.restart, ()):
-                group = row["group"] if "group" in row else row["rows"][0]["group"]  # of older releases
-                draw, origin = self._of(group, link.restart)
-                self.groups[origin, group] = kind
-                self._end(draw, kind)
+            self._give_up(kind, link.restart)
+
+    def _give_up(self, kind: str, restart: int) -> None:
+        for row in self.rows[kind].get(restart, ()):
+            group = row["group"] if "group" in row else row["rows"][0]["group"]  # of older releases
+            draw, origin = self._of(group, restart)
+            self.groups[origin, group] = kind
+            self._end(draw, kind)
 
     def left(self, restarts: set[int]) -> None:
         """What other starts than these trained is rolled back: nothing goes on from them."""
@@ -202,7 +210,7 @@ class _Account:
     def _end(self, draw, fate: str) -> None:
         if draw is None:
             return
-        if self.draws.get(draw, OPEN) != OPEN:
+        if self.draws.get(draw, OPEN) not in (OPEN, FAILED):
             self.twice.append(draw)
         self.draws[draw] = fate
 

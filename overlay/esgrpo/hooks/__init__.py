@@ -59,6 +59,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.v1_trained_rows",
     "verl.v1_carry_over",
     "verl.v1_carry_checkpoint",
+    "verl.v1_drawn",
     "verl.v1_reissued",
     "verl.v1_failure",
     "verl.v1_session_errors",

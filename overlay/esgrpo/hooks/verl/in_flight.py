@@ -61,7 +61,9 @@ def accounted(rollouter, iterator):
                            "was": UID + entry.was})
         yield entry.epoch, entry.prompt
     for epoch, batch in iterator:
-        ledger.took(_name(rollouter, epoch), epoch, batch)
+        sample = _name(rollouter, epoch)
+        ledger.took(sample, epoch, batch)
+        write("submitted", {"group": UID + sample, "prompt": _key(batch), "draw": ledger.drawn})
         yield epoch, batch
 
 

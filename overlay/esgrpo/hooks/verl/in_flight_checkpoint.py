@@ -30,13 +30,17 @@ FORMAT = 1
 def build(original):
     @functools.wraps(original)
     async def save_checkpoint(self, *args, **kwargs):
+        import asyncio
         import inspect
 
-        from esgrpo.hooks.verl import in_flight_checkpoint
+        from esgrpo import records
+        from esgrpo.hooks.verl import in_flight, in_flight_checkpoint
 
         result = await original(self, *args, **kwargs)
-        bound = inspect.signature(original).bind(self, *args, **kwargs)
-        in_flight_checkpoint.save(self, bound.arguments["local_global_step_folder"])
+        folder = inspect.signature(original).bind(self, *args, **kwargs).arguments["local_global_step_folder"]
+        in_flight_checkpoint.save(self, folder)
+        records.write("checkpoint", {"step": int(folder.rpartition("_")[2]), "drawn": in_flight.drawn_of(self)})
+        await asyncio.to_thread(records.flush)  # what the checkpoint holds is in the books before it counts
         return result
 
     return save_checkpoint

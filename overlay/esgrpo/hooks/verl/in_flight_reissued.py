@@ -34,9 +34,21 @@ def build(original):
         folder = in_flight_reissued.folder_of(self.config.trainer)
         if folder is not None:
             in_flight_reissued.give_back(self, folder, trained=self.global_steps - before)
+        in_flight_reissued.record(self, folder)
         return result
 
     return load_checkpoint
+
+
+def record(rollouter, folder: str | None) -> None:
+    """One row per start: what it goes on from."""
+    from esgrpo.hooks.verl.in_flight import ledger_of
+    from esgrpo.records import write
+
+    ledger, (_, _, step) = ledger_of(rollouter), (folder or "").rpartition("global_step_")
+    write("start", {"resumed_step": int(step) if step.isdecimal() else 0, "drawn": ledger.restored,
+                    "gives_back": [entry.draw for entry in ledger.waiting],
+                    "prompts_per_epoch": len(rollouter.train_dataloader)})
 
 
 def folder_of(trainer) -> str | None:

@@ -83,7 +83,7 @@ def replace(rollouter, sample) -> bool:
     # the original counts every group that was put: one of them was not
     rollouter.total_generated_samples -= 1
     rollouter._step_generated_samples -= 1
-    write("replaced", {"sample_id": sample.sample_id, "rows": rows})
+    write("replaced", {"group": f"uid_{sample.sample_id}", "sample_id": sample.sample_id, "rows": rows})
     return True
 
 

@@ -25,8 +25,10 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     def _save_checkpoint(self, *args, **kwargs):
+        from esgrpo import records
         from esgrpo.hooks.verl import trained_prompts
 
+        records.flush()  # what the checkpoint holds is in the books before it counts
         trained_prompts.tell(self)
         trained_prompts.wait(self)  # the original makes the rollouter save
         return original(self, *args, **kwargs)

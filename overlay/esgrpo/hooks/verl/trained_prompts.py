@@ -26,13 +26,14 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     async def _get_samples_from_queue(self, *args, **kwargs):
-        from esgrpo.hooks.verl import trained_prompts
+        from esgrpo.hooks.verl import trained_prompts, trained_rows
 
         trained_prompts.tell(self)
         result = await original(self, *args, **kwargs)
         _epoch, batch = result
         if batch is not None and "uid" in batch.non_tensor_batch:
             self.esgrpo_untold = sorted(set(batch.non_tensor_batch["uid"]))
+            trained_rows.begin(self.esgrpo_untold, step=self.current_param_version + 1)
         return result
 
     return _get_samples_from_queue

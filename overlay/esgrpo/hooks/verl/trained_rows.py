@@ -25,6 +25,7 @@ HOOK = Hook(
              "recipe.fully_async_policy.ray_trainer:compute_data_metrics"),
 )
 
+update: dict = {}  # of the batch in hand, for its rows; empty where the trainer does not say
 _dropped: dict[tuple, int] = {}  # records lost by the workers that made the responses, by node and pid
 _started = time.time()  # of the interval that the next batch's throughput is measured over
 
@@ -34,7 +35,7 @@ def build(original):
     def compute_data_metrics(*args, **kwargs):
         import inspect
 
-        from esgrpo.hooks.verl.trained_rows import metrics, rows_of
+        from esgrpo.hooks.verl.trained_rows import metrics, rows_of, update
         from esgrpo.records import write
 
         result = original(*args, **kwargs)
@@ -42,11 +43,22 @@ def build(original):
         if "esgrpo" in batch.non_tensor_batch:
             rows = rows_of(batch)
             for row in rows:
-                write("trained", row)
+                write("trained", {**row, **update})
             result.update(metrics(rows))
         return result
 
     return compute_data_metrics
+
+
+def begin(groups: list[str], step: int) -> None:
+    """A trainer has a batch. `step`: number of the first checkpoint that will hold its update.
+
+    Recorded before the update: the rows follow after the checkpoint, which a crash may come before.
+    """
+    from esgrpo import records
+
+    update.update(trained_in=records.identity()["restart"], step=step)
+    records.write("batch", {"step": step, "groups": groups})
 
 
 def rows_of(batch) -> list[dict]:

@@ -25,9 +25,11 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     def _save_checkpoint(self, *args, **kwargs):
+        from esgrpo.hooks.verl import v1_drawn
         from esgrpo.hooks.verl.v1_carry_over import save
 
         save(self)
+        v1_drawn.saved(self)
         return original(self, *args, **kwargs)
 
     return _save_checkpoint

@@ -34,11 +34,13 @@ def build(original):
     def _step_once(self, *args, **kwargs):
         import inspect
 
-        from esgrpo.hooks.verl import v1_carry_over, v1_reissued
+        from esgrpo.hooks.verl import trained_rows, v1_carry_over, v1_reissued
+        from esgrpo.hooks.verl.v1_rows import group_of, real_keys
 
         metrics = inspect.signature(original).bind(self, *args, **kwargs).arguments["metrics"]
         pool = v1_carry_over.pool_of(self)
         batch = original(self, *args, **kwargs)
+        trained_rows.begin(sorted({group_of(key) for key in real_keys(batch)}), self.global_steps)
         if pool is not None:
             metrics.update(v1_carry_over.settle(self, pool, batch, metrics))
         metrics.update(v1_reissued.take_metrics(self))
@@ -91,6 +93,8 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
                        "report it with esgrpo/carry-*.jsonl") from None
     odd = {kind: groups for kind, groups in {**pool.oddities, EMPTY: new}.items() if groups}
     say(trainer, odd)
+    for group in new:
+        write("evicted", {"group": group, "reason": EMPTY})
     partial = sum(size != trainer.config.actor_rollout_ref.rollout.n for size in sizes.values())
     write("carry", {"step": version, "groups": trained, "waiting": {g: w.born for g, w in waiting.items()},
                     "partial": partial, "odd": odd, **vars(step)})

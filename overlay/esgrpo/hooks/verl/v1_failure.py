@@ -31,12 +31,15 @@ def build(original):
 
         from esgrpo.algo.carry_over import remember
         from esgrpo.hooks.verl import v1_failure
+        from esgrpo.records import write
 
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         reasons = v1_failure.reasons_of(arguments["eviction_reasons"])
         remember(self.__dict__.setdefault("esgrpo_evicted", {}), reasons)
         partition = arguments["partition_id"]
         if partition == v1_failure.TRAIN:
+            for group, why in reasons.items():
+                write("evicted", {"group": group, "reason": why})
             v1_failure.count(self, arguments["global_steps"])
         v1_failure.look(self, [group for group, why in reasons.items() if why == "failed"],
                         self.finished_keys[partition])

@@ -26,11 +26,13 @@ def build(original):
     def _reissue_inflight_prompts(self, *args, **kwargs):
         import inspect
 
-        from esgrpo.hooks.verl import v1_reissued
+        from esgrpo.hooks.verl import v1_drawn, v1_reissued
 
         bound = inspect.signature(original).bind(self, *args, **kwargs)
         bound.apply_defaults()
-        lost = v1_reissued.unfinished(self, bound.arguments["partition_id"])
+        partition = bound.arguments["partition_id"]
+        v1_drawn.started(self, v1_reissued.tags_of(self, partition))
+        lost = v1_reissued.unfinished(self, partition)
         result = original(self, *args, **kwargs)
         if lost["groups"]:
             v1_reissued.say(lost)
@@ -38,6 +40,15 @@ def build(original):
         return result
 
     return _reissue_inflight_prompts
+
+
+def tags_of(trainer, partition: str) -> dict[str, dict]:
+    """Tags of all keys in the restored queue; under `sync` verl restores none."""
+    import transfer_queue
+
+    if trainer.trainer_mode == "sync":
+        return {}
+    return (transfer_queue.kv_list(partition) or {}).get(partition, {})
 
 
 def unfinished(trainer, partition: str) -> dict[str, int]:

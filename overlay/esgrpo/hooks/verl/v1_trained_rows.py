@@ -43,12 +43,12 @@ def record(trainer, batch) -> dict[str, float]:
     """Write one record per trained response and per closed engine window; returns the metrics of both."""
     from esgrpo import config
     from esgrpo.hooks.verl import prune_metrics
-    from esgrpo.hooks.verl.trained_rows import metrics, rows_of
+    from esgrpo.hooks.verl.trained_rows import metrics, rows_of, update
     from esgrpo.records import write
 
     rows = rows_of(padded(batch))
     for row in rows:
-        write("trained", {**row, "step": trainer.global_steps})
+        write("trained", {**row, **update})
     report = prune_metrics.of(rows) if rows and config.current().weighted else {}
     return {**(metrics(rows) if rows else {}), **report, **windows(trainer)}
 

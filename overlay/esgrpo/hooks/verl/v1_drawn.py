@@ -1,0 +1,78 @@
+"""Records every prompt that a v1 trainer draws from its data, and what each start and checkpoint knows of them."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook, Release
+
+HOOK = Hook(
+    slug="v1-drawn-prompts",
+    target="verl.trainer.ppo.v1.trainer_base:PPOTrainer._next_train_batch",
+    process=("v1-task-runner",),
+    kind="wrap",
+    why="every prompt that is drawn to be trained comes from here, with the id that its group has from then on",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "d0526511dc638d38"}),),
+    remove_when="verl records which prompts of the data were trained",
+    features=("v1",),
+    relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer._fetch_one_gen_batch",),
+    without=(("<0.9", "these releases have no v1 trainers"),),
+)
+
+WAITING = ("pending", "running")  # of verl's status tag: groups that are generated again after a restart
+
+
+def build(original):
+    @functools.wraps(original)
+    def _next_train_batch(self, *args, **kwargs):
+        from esgrpo.hooks.verl import v1_drawn
+
+        batch = original(self, *args, **kwargs)
+        v1_drawn.record(self, batch)
+        return batch
+
+    return _next_train_batch
+
+
+def record(trainer, batch) -> None:
+    from esgrpo.algo.history import prompt_key
+    from esgrpo.records import write
+
+    for group, prompt in zip(batch["uid"], batch["raw_prompt"], strict=True):
+        trainer.esgrpo_drawn = drawn_of(trainer) + 1
+        write("submitted", {"group": str(group), "prompt": prompt_key(getattr(prompt, "data", prompt)),
+                            "draw": trainer.esgrpo_drawn})
+
+
+def drawn_of(trainer) -> int:
+    """Prompts drawn so far, over all starts of the run."""
+    return getattr(trainer, "esgrpo_drawn", 0)
+
+
+def started(trainer, tags: dict[str, dict]) -> None:
+    """The row of this start, and of the groups that the TransferQueue brought back. `tags`: of its keys."""
+    import os
+
+    from esgrpo import records
+
+    step, run_dir, run = trainer.global_steps - 1, os.environ.get(records.ENV_RUN_DIR), records.identity()["run"]
+    saved = [row["drawn"] for row in (records.read(run_dir, "checkpoint") if run_dir and step else ())
+             if row["step"] == step and row["run"] == run]
+    trainer.esgrpo_drawn = saved[-1] if saved else 0
+    loader = trainer.train_dataloader
+    records.write("start", {"resumed_step": step, "drawn": trainer.esgrpo_drawn,
+                            "prompts_per_epoch": len(loader) * (getattr(loader, "batch_size", None) or 1)})
+    prompts = {key: tag.get("status") for key, tag in tags.items() if tag.get("is_prompt", False)}
+    for group in (group for group, status in prompts.items() if status in WAITING):
+        records.write("reissued", {"group": group, "prompt": None, "draw": None, "was": group})
+    restored = [group for group, status in prompts.items() if status not in WAITING]
+    if restored:
+        records.write("restored", {"groups": restored})
+
+
+def saved(trainer) -> None:
+    """The row of a checkpoint that is about to be saved; what it holds is in the books before it counts."""
+    from esgrpo import records
+
+    records.write("checkpoint", {"step": trainer.global_steps, "drawn": drawn_of(trainer)})
+    records.flush()
