@@ -3,17 +3,20 @@
 import io
 import json
 import re
+import traceback
 from pathlib import Path
 
 import pytest
 
-from esgrpo import cli, engine, patchset
+from esgrpo import cli, engine, patchset, records
 from esgrpo.doctor import logs
 from esgrpo.errors import EsgrpoError
+from esgrpo.hooks.verl import state_files
 
 LOGS = Path(__file__).with_name("logs")
 FAILED = {path.stem: path for path in sorted((LOGS / "failed").glob("*.txt"))}  # tracebacks of a user's diary, whole
 CLEAN = sorted((LOGS / "clean").glob("*.txt"))  # of real runs of this project, thinned out
+FAULTS = {path.stem: path for path in sorted((LOGS / "faults").glob("*.txt"))}  # of real runs, the middle left out
 SIGNATURES = {signature.slug: signature for signature in logs.signatures()}
 
 
@@ -26,6 +29,63 @@ def test_the_tracebacks_of_the_diary(name):
     answer = logs.read(FAILED[name].read_text().splitlines())
     assert answer.state == "known" and answer.matches[0].signature.slug == name.removesuffix("-one-step")
     assert len(answer.matches) == 1 and answer.matches[0].signature.cured_by
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_runs_in_which_something_was_killed(name):
+    """The overlay's own line about it is not taken for a reason of the overlay to stop."""
+    answer = logs.read(FAULTS[name].read_text().splitlines())
+    assert answer.state == "known" and answer.matches[0].signature.slug == name
+    # the engine's log is of a time when that line did not name what died
+    assert name == "engine-died" or "overlay-stopped" not in [match.signature.slug for match in answer.matches]
+
+
+def traceback_of(call) -> list[str]:
+    with pytest.raises(OSError) as caught:
+        call()
+    return "".join(traceback.format_exception(caught.value)).splitlines()
+
+
+def full_disk():
+    with open("/dev/full", "w", buffering=1) as file:
+        file.write("a checkpoint\n")
+
+
+def set_aside(tmp_path, capsys) -> str:
+    (tmp_path / "history.json").write_text("{")
+    assert state_files.restored("prompt-history", str(tmp_path / "history.json"), dict) is None
+    return capsys.readouterr().err.strip()
+
+
+def test_a_history_that_was_set_aside_is_no_failure(tmp_path, capsys):
+    line = set_aside(tmp_path, capsys)
+    assert first(line) == "state-set-aside" and logs.read([line]).state == "notice"
+    answer = logs.read([line, *traceback_of(full_disk)])  # what it was blamed for
+    assert (answer.state, answer.matches[0].signature.slug) == ("known", "disk-full")
+
+
+def test_a_disk_that_costs_records_only_is_no_failure(tmp_path, capsys, monkeypatch):
+    (tmp_path / "esgrpo").write_text("a file where the directory should be")
+    monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(records, "_writer", records.Writer())
+    records.write("group", {"group": "a"})
+    records.flush()
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("esgrpo: ") and logs.read([line]).state == "notice" and first(line) == "records-dropped"
+
+
+@pytest.mark.parametrize("found, slug", [
+    ("[Errno 30] Read-only file system: '/runs/a'", "read-only-directory"),
+    ("[Errno 28] No space left on device", "disk-full")])
+def test_a_disk_of_a_checkpoint_ends_the_run(found, slug):
+    assert first(f"(WorkerDict pid=7) OSError: {found}") == slug
+    line = f"esgrpo: records: {found} | wanted a run directory | rows are dropped | make room"
+    assert first(line) == "records-dropped"
+
+
+def test_a_sigterm_that_waits_for_its_checkpoint_is_no_end():
+    line = "esgrpo: SIGTERM: a checkpoint is saved when the running step has ended, in 600 s at most"
+    assert logs.read([line]).state == "clean"
 
 
 @pytest.mark.parametrize("slug", SIGNATURES)

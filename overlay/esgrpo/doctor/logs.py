@@ -13,7 +13,7 @@ from esgrpo import compat
 from esgrpo.errors import EsgrpoError, plain
 
 FILE = Path(__file__).with_name("signatures.toml")
-WEIGHTS = ("root", "effect", "notice")  # a root ends a run, an effect follows from something, a notice is harmless
+WEIGHTS = ("root", "effect", "symptom", "notice")  # see signatures.toml
 SHOWN = 160  # characters of a log line in the answer
 _COLOUR = re.compile(r"\x1b?\[\d*(?:;\d+)*m")
 # what Ray, vLLM, torchrun and time-stamping wrappers put in front of a line, in any order and number
