@@ -43,6 +43,9 @@ def plain(config, task_runner_class):
     """verl's run_ppo without Ray: ray.init would put its own handler before the task runner is started."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
     task_runner_class.options(runtime_env={}).remote()
+    if SCENE == "everybody":  # as srun signals every process of a step: the workers go first
+        signal.raise_signal(signal.SIGTERM)
+        raise error_of("died")
     if SCENE in ("sigterm", "twice"):
         wait_for_a_signal(2 if SCENE == "twice" else 1)
     raise error_of(SCENE)

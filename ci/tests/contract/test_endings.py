@@ -77,6 +77,12 @@ def test_a_second_sigterm_stops_at_once(tmp_path):
     assert code == TERMINATED and "a second SIGTERM" in lines[-1]
 
 
+def test_a_sigterm_that_kills_the_workers_too_is_told_as_one(tmp_path):
+    code, lines = ended(tmp_path, "everybody")
+    assert code == TERMINATED and lines[-1].startswith("esgrpo: SIGTERM: before a checkpoint was saved: the agent-loop")
+    assert lines[-1].endswith("global_step_3")
+
+
 @pytest.mark.parametrize(("scene", "save_freq", "segment", "words"), [
     ("early", 2, "{}", "training had not begun"),
     ("sigterm", -1, "{}", "trainer.save_freq=-1 forbids a checkpoint"),

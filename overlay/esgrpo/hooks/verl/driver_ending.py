@@ -41,6 +41,9 @@ def build(original):
             driver_ending.leave(stop.unanswered(), stop_request.TERMINATED)
         except Exception as error:
             line, code = driver_ending.said(error, config)
+            if stop.asked and code != stop_request.TERMINATED:  # a SIGTERM that reached the workers, too
+                stop.reason = f"before a checkpoint was saved: {line.args[1]}"
+                line, code = stop.unanswered(), stop_request.TERMINATED
             driver_ending.leave(line, code, error)
 
     return run_ppo
