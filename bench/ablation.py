@@ -67,6 +67,9 @@ def arms(segment_length: int) -> dict[str, list[str]]:
         "keep": switches(*on, "sync.requests=keep"),
         "token outputs": switches("observe", "token_outputs"),
         "all": switches("profile=elastic", length, "prune.repetition.min_count=6"),
+        # effective tokens reward what the sampler selects: the same without it stands beside
+        "all without sampler": switches("profile=elastic", length, "prune.repetition.min_count=6",
+                                        "sampler.enable=False"),
     }
 
 

@@ -17,6 +17,9 @@ from esgrpo.report.runs import HOLD, time_to_target
 TARGETS = {("small", "search"): 0.6, ("small", "chain"): 0.62, ("large", "search"): 0.52}
 
 
+SAMPLERS = {"prompt-sampler", "v1-prompt-sampler", "legacy-prompt-sampler"}  # hooks that choose prompts
+
+
 @dataclass
 class Result:
     """One arm within its budget. Rates are per second of budget; tokens are response tokens."""
@@ -39,6 +42,7 @@ class Result:
     states: dict[str, int]
     pruned: int
     partial: int
+    sampler: bool  # prompts were chosen by the gradient that they promise
 
 
 def add_target_option(parser) -> None:
@@ -78,6 +82,7 @@ def _windows(rows: list[dict]) -> dict[str, float]:
 def load(run_dir: Path, target: float, devices: int = 2) -> Result:
     """Everything that ended between ready and the end of the budget; `target` is that of all arms of the comparison."""
     arm = json.loads((run_dir / "arm.json").read_text())
+    hooks = json.loads((run_dir / "esgrpo" / "hooks.json").read_text())
     metrics = [json.loads(line) for line in (run_dir / "metrics-timed.jsonl").read_text().splitlines()]
     ready = arm["ready"]
     end = min(arm["ended"], ready + arm["budget_s"]) if arm["budget_s"] else arm["ended"]
@@ -88,7 +93,7 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
     evaluations = [e for e in _evaluations(metrics, ready) if e[0] <= end - ready]
     reached = time_to_target(evaluations[1:], target)
     states: dict[str, int] = {}
-    for report in json.loads((run_dir / "esgrpo" / "hooks.json").read_text()):
+    for report in hooks:
         for hook in report["hooks"]:
             states[hook["state"]] = states.get(hook["state"], 0) + 1
     times = [r["ended"] - r["started"] for r in responses] or [0.0]
@@ -103,7 +108,9 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         tail_ratio=tail_ratio(times),
         lengths=[r["tokens"] for r in responses],
         curves=runs.curves(evaluations, windows, rows, ready, target), states=states,
-        pruned=sum(r["outcome"] == "prune" for r in rows), partial=sum(r["attempts"] > 1 for r in responses))
+        pruned=sum(r["outcome"] == "prune" for r in rows), partial=sum(r["attempts"] > 1 for r in responses),
+        sampler=any(hook["slug"] in SAMPLERS and hook["state"] == "APPLIED"
+                    for report in hooks for hook in report["hooks"]))
 
 
 def table(results: list[Result]) -> list[list[str]]:
@@ -128,6 +135,9 @@ def table(results: list[Result]) -> list[list[str]]:
           for cause in ("paused", "starved", "tail", "sync")],
         row("decoded tokens/s", lambda r: f"{r.decoded / r.seconds:.0f}"),
         row("effective tokens/s per device", lambda r: f"{r.effective_per_s:.1f}"),
+        # the sampler selects what effective tokens count: beside an arm without it that must be said
+        *([row("  of prompts chosen by the sampler", lambda r: "yes" if r.sampler else "no")]
+          if len({r.sampler for r in results}) > 1 else []),
         *[row(f"wasted: {cause}", share(cause)) for cause in ("pruned", "zero_variance", "stale", "reprefill")],
         row("tail ratio (P99/P50 time)", lambda r: f"{r.tail_ratio:.1f}"),
         ["response length P50 / P99", *[f"{quantile(x, 0.5):.0f} / {quantile(x, 0.99):.0f}" for x in lengths]],

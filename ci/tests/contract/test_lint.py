@@ -124,7 +124,7 @@ KEYS = {
     "+actor_rollout_ref.rollout.segment.segment_lenght=8": ("error", "segment_length"),
     "+actor_rollout_ref.rollout.segment.prune.resolved.enable=True": ("error", "audit"),
 }
-ASYNC = "async_training"
+ASYNC, OVERLAY = "async_training", "actor_rollout_ref.rollout.segment"
 CONTRADICTIONS = {
     "data.train_batch_size=64": ("error", "data.train_batch_size"),
     "actor_rollout_ref.hybrid_engine=True": ("error", "actor_rollout_ref.hybrid_engine"),
@@ -141,6 +141,8 @@ CONTRADICTIONS = {
     "actor_rollout_ref.rollout.max_model_len=4096": ("warning", "actor_rollout_ref.rollout.max_model_len"),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096": (
         "warning", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+    f"{ASYNC}.concurrent_samples_per_replica=256": ("warning", f"{ASYNC}.concurrent_samples_per_replica"),
+    f"+{OVERLAY}.enable=True {ASYNC}.concurrent_samples_per_replica=256": None,  # the overlay gives them room
     "actor_rollout_ref.rollout.n=1": ("warning", "actor_rollout_ref.rollout.n"),
     "+actor_rollout_ref.rollout.segment.sync.kv=rebuild": ("warning", "actor_rollout_ref.rollout.segment.sync.kv"),
     "actor_rollout_ref.actor.policy_loss.loss_mode=pois actor_rollout_ref.actor.ppo_epochs=2": (

@@ -18,7 +18,7 @@ def settings_of(arm):
         place = values
         for group in groups:
             place = place.setdefault(group, {})
-        place[key] = {"True": True}.get(value, int(value) if value.isdigit() else value)
+        place[key] = {"True": True, "False": False}.get(value, int(value) if value.isdigit() else value)
     return config.parse(values, 512)
 
 
@@ -36,6 +36,7 @@ def test_each_module_is_one_switch_away_from_the_arm_before():
     assert own["C pruning"] == {"history", "prune", "weighted"} and own["C sampler"] == {"history", "sampler"}
     assert own["keep"] == {"keep"} and own["B yield"] == {"yield"}
     assert own["all"] == set().union(*own.values()) - {"yield"}
+    assert own["all without sampler"] == own["all"] - {"sampler"}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -53,10 +53,31 @@ def pages(directory) -> tuple[str, str]:
 def test_headline_takes_ratios_within_a_seed_and_says_what_they_allow(tmp_path):
     ablation_record(tmp_path)
     record, = load.records(tmp_path)
-    rows = {row[0]: row for row in headline.table([record]).rows[1:]}
+    rows = {row[0].partition(";")[0]: row for row in headline.table([record]).rows[1:]}
     assert rows["training: effective tokens/s"][3:6] == ["2 [2, 2]", "3", "better"]
     assert rows["training: time to target, s"][5] == "worse"  # twice the time
     assert record.seeds == ("1", "2", "3") and record.commit and "cores" in record.device
+
+
+def test_what_the_sampler_selects_is_said_beside_effective_tokens(tmp_path):
+    """Negative control: the arms of a record in which nobody or everybody chooses prompts."""
+    ablation_record(tmp_path)
+    record, = load.records(tmp_path)
+    record.data["measures"]["all without sampler"] = {
+        seed: {key: 1.5 * value for key, value in MEASURES.items()} for seed in ("1", "2", "3")}
+    record.data["arms"] = ablation.ARMS
+    rows = {row[0]: row for row in headline.table([record]).rows[1:]}
+    assert rows["training: effective tokens/s; prompts chosen by the sampler"][3] == "2 [2, 2]"
+    assert rows["training: effective tokens/s; sampler off"][3] == "1.5 [1.5, 1.5]"
+    assert rows["training: decoded tokens/s; of all prompts alike"][3] == "2 [2, 2]"
+    head, *arms = tables.ablation(record)[0].rows
+    assert head[1] == "prompts" and {row[0]: row[1] for row in arms} == {
+        "off": "as they come", "all": "sampler", "C pruning": "as they come", "keep": "as they come",
+        "all without sampler": "as they come"}
+    record.data["arms"] = {**ablation.ARMS, "all": ablation.ARMS["keep"]}
+    claims = [row[0] for row in headline.table([record]).rows[1:]]
+    assert "training: effective tokens/s" in claims and not [claim for claim in claims if ";" in claim]
+    assert tables.ablation(record)[0].rows[0][1] == "seeds"
 
 
 @pytest.mark.parametrize("ratios, less, said", [
@@ -90,7 +111,7 @@ def test_page_asks_the_network_for_nothing_and_is_the_same_twice(tmp_path, capsy
     for number, title in enumerate(("Ablation", "Reward over wall time", "Bubble over time", "Response lengths",
                                     "Length bias"), 1):
         assert f"Figure {number}. {title}" in page
-    assert "ablation_search.json" in text and "| off | 3 |" in text
+    assert "ablation_search.json" in text and "| off | as they come | 3 |" in text
 
 
 def test_every_number_has_its_origin_or_the_page_says_not_recorded(tmp_path):

@@ -10,6 +10,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.group_members",
     "verl.group_rows",
     "verl.server_control",
+    "verl.server_slots",
     "verl.server_version",
     "verl.token_outputs",
     "verl.replica_finish",

@@ -245,7 +245,36 @@ def overlay_main(c: Config) -> Iterator[Found]:
                "trainer.use_v1=True (verl 0.9.1), or drop segment.*")
 
 
-RULES = (fully_async_contract, syncs, batches, lengths, losses, npu, overlay_main)
+RAY_SLOTS, CONTROL_SLOTS = 1000, 16  # RolloutReplica.max_concurrency: calls that a vLLM server runs at once
+DEFAULT_CONCURRENT = 16  # prompts a replica, where async_training.concurrent_samples_per_replica is not set
+
+
+def server_slots(c: Config) -> Iterator[Found]:
+    """A response holds a slot of its server's Ray actor until it is whole; control calls need one as well."""
+    if c.get(f"{ROLLOUT}.segment"):
+        return  # started with the overlay, whose hook server-slots raises the limit
+    n, most = c.number(f"{ROLLOUT}.n"), max(RAY_SLOTS, (c.number(f"{ROLLOUT}.max_num_seqs") or 0) + CONTROL_SLOTS)
+    if c.fully_async:
+        key = f"{ASYNC}.concurrent_samples_per_replica"
+        waiting = (c.number(key) or DEFAULT_CONCURRENT) * (c.number("rollout.n") or n or 0)
+    elif c.v1 and c.get("trainer.v1.trainer_mode") in ("colocate_async", "separate_async"):
+        key, mode = "data.train_batch_size", c.get("trainer.v1.trainer_mode")
+        place = ROLLOUT if mode == "separate_async" else "trainer"
+        sizes = c.numbers(key, f"trainer.v1.{mode}.num_warmup_batches", f"{place}.nnodes", f"{place}.n_gpus_per_node",
+                          f"{ROLLOUT}.tensor_model_parallel_size")
+        if not sizes or not n:
+            return
+        batch, warmup, nodes, devices, parallel = sizes
+        waiting = batch * (1 + warmup) * n / max(1, nodes * devices // parallel)
+    else:
+        return  # nothing is aborted or synced while responses are being generated
+    if waiting > most:
+        yield (WARNING, key, f"{waiting:.0f} responses are in flight on a replica and its Ray actor runs {most} calls "
+               "at once: the calls of a weight sync find no slot, and the run hangs",
+               "use more replicas or a smaller batch, or start with esgrpo run, which gives them room (server-slots)")
+
+
+RULES = (fully_async_contract, syncs, batches, lengths, losses, npu, server_slots, overlay_main)
 
 
 def check(config: Config) -> list[Found]:

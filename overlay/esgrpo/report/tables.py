@@ -69,16 +69,27 @@ def ratios(measures: dict[str, dict[str, dict]], arm: str, key: str) -> list[flo
     return [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
 
 
+def chooses_prompts(record: Record, arm: str) -> bool:
+    """Whether an arm trains with the prompt sampler, by its overrides."""
+    overrides = record.data.get("arms", {}).get(arm, ())
+    said = [o.endswith("=True") for o in overrides if ".sampler.enable=" in o]
+    return said[-1] if said else any(o.endswith("segment.profile=elastic") for o in overrides)
+
+
 # --- training runs -------------------------------------------------------------------------------------------------
 
 def ablation(record: Record) -> list[Table]:
-    """Arms as rows with the measures that decide; every measure folded below."""
+    """Arms as rows with the measures that decide, and who chose their prompts; every measure folded below."""
     measures = {arm: seeds for arm, seeds in record.data["measures"].items() if seeds}
     keys = list(dict.fromkeys(k for seeds in measures.values() for numbers in seeds.values() for k in numbers))
     base = baseline_of(measures)
     head = ["arm", "seeds", *([f"effective tokens/s, ratio to {base}"] if base else []),
             *[key for key in MAIN_MEASURES if key in keys]]
-    rows = [[arm, str(len(seeds)), *([spread(ratios(measures, arm, "effective tokens/s"))] if base else []),
+    chosen = {arm: "sampler" if chooses_prompts(record, arm) else "as they come" for arm in measures}
+    mixed = len(set(chosen.values())) > 1  # then effective tokens reward what the sampler selects
+    head[1:1] = ["prompts"] if mixed else []
+    rows = [[arm, *([chosen[arm]] if mixed else []), str(len(seeds)),
+             *([spread(ratios(measures, arm, "effective tokens/s"))] if base else []),
              *[spread([numbers.get(key) for numbers in seeds.values()]) for key in MAIN_MEASURES if key in keys]]
             for arm, seeds in measures.items()]
     return [Table("Training runs by arm", [head, *rows]), *_every_run(record)]

@@ -134,9 +134,10 @@ async def checkpoint(worker, group: str) -> None:
 
 async def progress(servers, group: str) -> dict[int, int]:
     """Tokens of the whole response so far, of every member that decodes on one of the replicas."""
-    import asyncio
+    from esgrpo.hooks.verl.server_calls import answers_if_any
 
-    answers = await asyncio.gather(*[server.esgrpo_progress.remote(group) for server in servers])
+    answers = await answers_if_any([server.esgrpo_progress.remote(group) for server in servers], "progress",
+                                   "nothing is pruned at this checkpoint")
     return {int(number): tokens for answer in answers for number, tokens in answer.items()}
 
 

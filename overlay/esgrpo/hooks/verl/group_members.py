@@ -109,14 +109,18 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None, 
 
 
 async def servers_of(worker) -> list:
-    return await worker.llm_client._load_balancer.__ray_call__.remote(_handles)
+    from esgrpo.hooks.verl.server_calls import answers_if_any
+
+    call = worker.llm_client._load_balancer.__ray_call__.remote(_handles)
+    return sum(await answers_if_any([call], "handles of servers", "the group goes on without advice"), [])
 
 
 async def finish_members(group: str, numbers: list[int], rule: str, servers: list) -> None:
     """Ask every replica to end these members with the tokens they have; a member lives on one of them."""
-    import asyncio
+    from esgrpo.hooks.verl.server_calls import answers_if_any
 
-    await asyncio.gather(*[server.esgrpo_finish_group.remote(group, numbers, rule) for server in servers])
+    await answers_if_any([server.esgrpo_finish_group.remote(group, numbers, rule) for server in servers],
+                         "finish_group", "its members run to their end")
 
 
 def _handles(balancer) -> list:

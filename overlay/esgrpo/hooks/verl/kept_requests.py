@@ -100,9 +100,11 @@ async def pause(server) -> dict:
     what arrives late stays in the queue of the paused engine.
     """
     from esgrpo import config
+    from esgrpo.hooks.verl.server_calls import answers
 
     server._submission_paused, server._rejecting = True, False
     server._resume_event.clear()
     kept = len(server.engine.output_processor.request_states)
-    await server.engine.pause_generation(mode="keep", clear_cache=config.current().sync.kv == "rebuild")
+    pausing = server.engine.pause_generation(mode="keep", clear_cache=config.current().sync.kv == "rebuild")
+    await answers([pausing], "pause_generation")
     return {"aborted_count": 0, "request_ids": [], "kept_count": kept}

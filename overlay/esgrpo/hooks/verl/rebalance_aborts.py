@@ -36,6 +36,6 @@ def build(original):
 
 
 async def require(servers, required: bool) -> None:
-    import asyncio
+    from esgrpo.hooks.verl.server_calls import answers
 
-    await asyncio.gather(*[server.esgrpo_require_abort.remote(required) for server in servers])
+    await answers([server.esgrpo_require_abort.remote(required) for server in servers], "require_abort")

@@ -19,9 +19,10 @@ HOOK = Hook(
 
 async def finish_group(self, group, members=None, rule="group"):
     """End these members of a group (None: all running ones); returns how many were running on this replica."""
-    import asyncio
+    from esgrpo.hooks.verl.server_calls import answers
 
-    return sum(await asyncio.gather(*[s.esgrpo_finish_group.remote(group, members, rule) for s in self.servers]))
+    return sum(await answers([server.esgrpo_finish_group.remote(group, members, rule) for server in self.servers],
+                             "finish_group"))
 
 
 def apply(module) -> None:

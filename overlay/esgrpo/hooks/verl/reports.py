@@ -96,13 +96,23 @@ def _ask(handles: dict[str, list]) -> list[dict]:
     return reports
 
 
-def collect_and_check(task_runner) -> list[dict]:
+def _handles(process: str, reference):
+    """What one of the two answers that know all others."""
     import ray
 
+    try:
+        return ray.get(reference, timeout=ANSWER_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError:
+        raise HookError("handshake", f"no answer of the {process} within {ANSWER_TIMEOUT_S:.0f} s",
+                        "handles of the workers that it created", "nothing would confirm their hooks, the run stops",
+                        f"look for the {process} in the log above") from None
+
+
+def collect_and_check(task_runner) -> list[dict]:
     rollouter, trainer = task_runner.components["rollouter"], task_runner.components["trainer"]
     handles = {"rollouter": [rollouter], "trainer": [trainer]}
-    handles.update(ray.get(rollouter.__ray_call__.remote(of_rollouter)))
-    handles["actor-worker"] = ray.get(trainer.__ray_call__.remote(of_group_workers, "actor_wg"))
+    handles.update(_handles("rollouter", rollouter.__ray_call__.remote(of_rollouter)))
+    handles["actor-worker"] = _handles("trainer", trainer.__ray_call__.remote(of_group_workers, "actor_wg"))
     reports = [engine.report("task-runner", task_runner), *_ask(handles)]
     _write(reports)
     _check(reports)

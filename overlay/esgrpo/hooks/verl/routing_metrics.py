@@ -20,6 +20,9 @@ async def at_weight_version(rollouter) -> dict[str, float]:
         found.update({f"esgrpo/routing/{name}": value for name, value in order.take_counts().items()})
     balancer = getattr(getattr(rollouter, "llm_server_manager", None), "global_load_balancer", None)
     if "routing" in features and hasattr(balancer, "esgrpo_take_metrics"):  # the handle of a TailRouter has it
-        taken = await balancer.esgrpo_take_metrics.remote()
-        found.update({f"esgrpo/routing/{name}": value for name, value in taken.items()})
+        from esgrpo.hooks.verl.server_calls import answers_if_any
+
+        for taken in await answers_if_any([balancer.esgrpo_take_metrics.remote()], "take_metrics",
+                                          "esgrpo/routing/* lacks the router's part"):
+            found.update({f"esgrpo/routing/{name}": value for name, value in taken.items()})
     return found

@@ -42,16 +42,16 @@ def _running(worker, group: str) -> list:
 
 
 async def _tell(worker, group: str, coordinator, settings, told: Told) -> None:
-    import asyncio
-
     from esgrpo.algo.elastic import next_segments
     from esgrpo.algo.grouping import RUNNING
     from esgrpo.algo.segments import TAIL
     from esgrpo.hooks.verl.group_members import servers_of
+    from esgrpo.hooks.verl.server_calls import answers_if_any
 
     servers = await servers_of(worker)
-    progress = {number: tokens for part in await asyncio.gather(
-        *[server.esgrpo_progress.remote(group) for server in servers]) for number, tokens in part.items()}
+    progress = {number: tokens for part in await answers_if_any(
+        [server.esgrpo_progress.remote(group) for server in servers], "progress", "segments keep their length")
+        for number, tokens in part.items()}
     # From here to the calls nothing is awaited: of two members that left at once, the later one has the last word.
     known, running = coordinator.groups.get(group), _running(worker, group)
     if known is None or not running:
@@ -65,8 +65,8 @@ async def _tell(worker, group: str, coordinator, settings, told: Told) -> None:
     if segments.tail:
         for member in running:
             member.length_class = TAIL
-    await asyncio.gather(*[server.esgrpo_set_segment_length.remote(group, segments.length, segments.tail)
-                           for server in servers])
+    await answers_if_any([server.esgrpo_set_segment_length.remote(group, segments.length, segments.tail)
+                          for server in servers], "set_segment_length", "segments keep their length")
 
 
 def predicted(running, progress: dict[int, int], finished: list[int], budget: int) -> float:

@@ -82,12 +82,12 @@ def servers_of(trainer) -> list:
 
 def windows(trainer) -> dict[str, float]:
     """Bubble rate over the engine windows that closed since the last call. Nobody holds prompts back under v1."""
-    import ray
-
     from esgrpo.algo.accounting import bubble
+    from esgrpo.hooks.verl.server_calls import fetched_if_any
     from esgrpo.records import write
 
-    answers = ray.get([server.esgrpo_take_windows.remote() for server in servers_of(trainer)])
+    answers = fetched_if_any([server.esgrpo_take_windows.remote() for server in servers_of(trainer)], "take_windows",
+                             "esgrpo/bubble_rate lacks this version")
     closed = [window for answer in answers for window in answer]
     for window in closed:
         write("windows", {**window, "rollouter_paused": 0.0})
