@@ -65,7 +65,8 @@ class Writer:
                 self._rows.append((path, line))
                 self._held += size
                 self._queued += 1
-                self._change.notify_all()
+                if len(self._rows) == 1:  # later ones are gathered: waking the thread for each would cost as a write
+                    self._change.notify_all()
                 return
         self.lose(1, f"{self._held} bytes wait for {os.path.dirname(path)}, which takes none")
 

@@ -45,6 +45,54 @@ def test_a_directory_that_cannot_be_written_to_does_not_stop_a_start(run_dir, ca
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_response_says_its_run_and_its_prompt(run_dir, monkeypatch):
+    """The key of a group's prompt is that of the history, and is computed once a group."""
+    from types import SimpleNamespace
+
+    from esgrpo.algo import history
+    from esgrpo.hooks.verl import attempts, group_members
+
+    start(run_dir)
+    worker, seen, key = SimpleNamespace(), [], history.prompt_key
+    monkeypatch.setattr(history, "prompt_key", lambda raw: (seen.append(raw), key(raw))[1])
+    raw = [{"role": "user", "content": "1 + 1"}]
+    keys = {group_members.prompt_of(worker, group, raw) for group in ("a", "a", "b")}
+    assert keys == {key(raw)} and len(seen) == 2 and group_members.prompt_of(worker, "c", None) is None
+    found = attempts.Member("a", 1, prompt=key(raw)).summary()
+    assert {name: found[name] for name in ("run", "restart", "prompt", "group", "member")} == {
+        "run": os.environ[records.ENV_RUN_ID], "restart": 0, "prompt": key(raw), "group": "a", "member": 1}
+
+
+def test_a_file_that_verl_is_to_read_and_cannot_be_written_is_one_line(run_dir, monkeypatch):
+    omegaconf = pytest.importorskip("omegaconf")
+    from esgrpo.errors import EsgrpoError
+    from esgrpo.hooks.verl import config_rules, driver_start
+
+    (run_dir / "esgrpo").write_text("a file where the directory should be")
+    monkeypatch.setattr(config_rules, "check_model_path", lambda path: None)
+    monkeypatch.setattr(config_rules, "fill", lambda plan, *rest: plan.files.update(
+        {str(run_dir / "esgrpo" / "router.yaml"): "seed: 0"}))
+    config = omegaconf.OmegaConf.create({"actor_rollout_ref": {"model": {"path": "."}},
+                                         "trainer": {"default_local_dir": str(run_dir)}})
+    with pytest.raises(EsgrpoError, match="the run does not start"):
+        driver_start._adjust(config, None, {"routing"})
+
+
+def test_at_the_end_of_a_run_its_actors_write_what_they_hold(run_dir, monkeypatch):
+    from types import SimpleNamespace
+
+    ray = pytest.importorskip("ray")
+    from esgrpo.hooks.verl import reports
+
+    waited = []
+    monkeypatch.setattr(ray, "wait", lambda pending, num_returns, timeout: waited.append((num_returns, timeout > 0)))
+    records.write("trained", {"number": 1})
+    actor = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda function: function(None)))
+    reports.flush_records(SimpleNamespace(components={"rollouter": actor, "trainer": actor}))
+    (file,) = (run_dir / "esgrpo").glob("trained-*.jsonl")
+    assert json.loads(file.read_text())["number"] == 1 and waited == [(2, True)]
+
+
 def two_starts(run_dir, reissued: bool) -> None:
     """The same id of a group in both starts, as verl gives it: four responses, of which a restart threw two away."""
     start(run_dir)

@@ -25,6 +25,8 @@ def build(original):
         from esgrpo.hooks.verl import reports
 
         reports.collect_and_check(self)
-        return original(self)
+        result = original(self)
+        reports.flush_records(self)
+        return result
 
     return _run_training_loop

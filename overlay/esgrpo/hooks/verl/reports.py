@@ -127,6 +127,23 @@ def collect_and_check_v1(task_runner) -> list[dict]:
     return reports
 
 
+def flush_records(task_runner) -> None:
+    """At the end of a run its actors are killed: their last rows first. A dead or silent actor has none to give."""
+    import ray
+
+    from esgrpo import records
+
+    pending = [task_runner.components[name].__ray_call__.remote(_flush) for name in ("rollouter", "trainer")]
+    ray.wait(pending, num_returns=len(pending), timeout=2 * records.WAIT_S)
+
+
+def _flush(instance) -> None:
+    """Runs inside an actor that has nothing else to do any more."""
+    from esgrpo import records
+
+    records.flush()
+
+
 def _write(reports: list[dict]) -> None:
     from esgrpo import records
 
