@@ -1,15 +1,21 @@
 """Checkpoint engine "cpu_zmq": actor rank 0 pushes named tensors, bucket by bucket, to every rollout worker.
 
-Wire format per bucket: one JSON frame {"tensors": [[name, dtype, shape], ...], "last": bool}, then one raw frame per
-tensor. Weights therefore arrive bit for bit.
+Wire format per bucket: the receiver's token, one JSON frame {"tensors": [[name, dtype, shape], ...], "last": bool},
+then one raw frame per tensor. Weights therefore arrive bit for bit. Workers may be on several nodes, so that the socket
+listens on the node's address; the token, which travels through Ray with the address, tells the trainer from others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
+import secrets
+import sys
 
 import torch
+
+TOKEN_BYTES = 32
 
 
 def register(base) -> None:
@@ -22,32 +28,33 @@ def register(base) -> None:
             self.bucket_size = bucket_size  # bytes
             self.is_master = is_master
             self.context = zmq.Context.instance()
-            self.pull, self.address, self.push, self.rank = None, None, [], None
+            self.pull, self.address, self.push, self.rank = None, None, [], None  # push: (socket, token) of each peer
+            self.token = secrets.token_hex(TOKEN_BYTES)
 
         def prepare(self):
             if self.pull is None:  # the same socket serves every sync
                 self.pull = self.context.socket(zmq.PULL)
                 ip = ray.util.get_node_ip_address().strip("[]")
                 self.address = f"tcp://{ip}:{self.pull.bind_to_random_port(f'tcp://{ip}')}"
-            return {"address": self.address}
+            return {"address": self.address, "token": self.token}
 
         @classmethod
         def build_topology(cls, actor_world_size, rollout_world_size, metadata):
-            peers = [entry["address"] for entry in metadata[actor_world_size:]]
+            peers = [(entry["address"], entry["token"]) for entry in metadata[actor_world_size:]]
             actors = {"rank": [0] + [-1] * (actor_world_size - 1), "peers": [peers] * actor_world_size}
             rollouts = {"rank": list(range(1, rollout_world_size + 1)), "peers": [[]] * rollout_world_size}
             return actors, rollouts
 
         def init_process_group(self, rank, peers):
             self.rank = rank
-            for peer in peers if rank == 0 else []:
+            for address, token in peers if rank == 0 else []:
                 socket = self.context.socket(zmq.PUSH)
                 socket.setsockopt(zmq.LINGER, -1)
-                socket.connect(peer)
-                self.push.append(socket)
+                socket.connect(address)
+                self.push.append((socket, token.encode()))
 
         def finalize(self):
-            for socket in self.push:
+            for socket, _ in self.push:
                 socket.close()
             self.push = []
 
@@ -56,8 +63,8 @@ def register(base) -> None:
                       "last": last}
             frames = [json.dumps(header).encode()]
             frames += [t.reshape(-1).view(torch.uint8).numpy().tobytes() for _, t in bucket]
-            for socket in self.push:
-                socket.send_multipart(frames)
+            for socket, token in self.push:
+                socket.send_multipart([token, *frames])
 
         @torch.no_grad()
         async def send_weights(self, weights, global_steps=None):
@@ -76,7 +83,12 @@ def register(base) -> None:
         async def receive_weights(self, global_steps=None):
             last = False
             while not last:
-                header, *frames = await asyncio.to_thread(self.pull.recv_multipart)
+                token, *frames = await asyncio.to_thread(self.pull.recv_multipart)
+                if not hmac.compare_digest(token, self.token.encode()):
+                    print(f"esgrpo: cpu-checkpoint-engine: {self.address} got a message that is not from this run's "
+                          "trainer; it is dropped", file=sys.stderr, flush=True)
+                    continue
+                header, *frames = frames
                 header = json.loads(header)
                 for (name, dtype, shape), frame in zip(header["tensors"], frames, strict=True):
                     flat = torch.frombuffer(bytearray(frame), dtype=torch.uint8)

@@ -1,0 +1,61 @@
+"""The testbed's weight socket on verl's own registry: weights bit for bit, and from this run's trainer alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+zmq = pytest.importorskip("zmq")
+base = pytest.importorskip("verl.checkpoint_engine.base")
+
+WEIGHTS = [("a", torch.arange(6, dtype=torch.float32).view(2, 3)),
+           ("b", torch.tensor([1.5, -2.0], dtype=torch.bfloat16))]
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """(trainer, rollout worker, topology of the two), as verl makes them."""
+    from esgrpo.platforms import cpu_checkpoint
+
+    monkeypatch.setattr(base.CheckpointEngineRegistry, "_registry", dict(base.CheckpointEngineRegistry._registry))
+    cpu_checkpoint.register(base)
+    cls = base.CheckpointEngineRegistry.get("cpu_zmq")
+    trainer, worker = cls(bucket_size=16, is_master=True), cls(bucket_size=16)
+    actors, rollouts = cls.build_topology(1, 1, [trainer.prepare(), worker.prepare()])
+    trainer.init_process_group(actors["rank"][0], actors["peers"][0])
+    worker.init_process_group(rollouts["rank"][0], rollouts["peers"][0])
+    yield trainer, worker
+    trainer.finalize()
+    for engine in (trainer, worker):
+        engine.pull.close(linger=0)
+
+
+async def sync(trainer, worker) -> dict:
+    await trainer.send_weights(iter(WEIGHTS))
+    return {name: tensor async for name, tensor in worker.receive_weights()}
+
+
+def assert_same(found):
+    assert list(found) == ["a", "b"] and all(torch.equal(found[name], tensor) for name, tensor in WEIGHTS)
+
+
+def test_weights_arrive_bit_for_bit(engines):
+    for _ in range(2):  # the same socket serves every sync
+        assert_same(asyncio.run(sync(*engines)))
+
+
+@pytest.mark.parametrize("token", [[], [b""], [b"0" * 64]], ids=["none", "empty", "wrong"])
+def test_what_others_send_is_dropped(engines, capsys, token):
+    trainer, worker = engines
+    header = json.dumps({"tensors": [["a", "float32", [2, 3]]], "last": True}).encode()
+    stranger = zmq.Context.instance().socket(zmq.PUSH)
+    stranger.connect(worker.address)
+    stranger.send_multipart([*token, header, bytes(24)])
+    assert worker.pull.poll(10_000)  # it is there before the trainer's
+    assert_same(asyncio.run(sync(trainer, worker)))
+    stranger.close(linger=0)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "not from this run's trainer" in said
