@@ -131,3 +131,18 @@ def test_what_a_v1_restart_loses_is_noticed(run_dir, monkeypatch, lose):
     v1(run_dir, monkeypatch, lose)
     found = settled(run_dir)
     assert found.problems and found.problems[0].startswith(f"{lose} prompts") and "in flight" in found.problems[0]
+
+
+def test_what_a_synchronous_step_discards_is_booked(run_dir):
+    """Of five groups two are trained, one is filtered, one stays in the buffer, and one is verl's surplus."""
+    from types import SimpleNamespace
+
+    begin(run_dir)
+    buffer = SimpleNamespace(prompt_global_steps={"train": {"g3": 1}}, esgrpo_evicted={"g2": "filtered"})
+    trainer = SimpleNamespace(trainer_mode="sync", replay_buffer=buffer)
+    groups = [f"g{number}" for number in range(5)]
+    v1_drawn.record(trainer, {"uid": groups, "raw_prompt": groups})
+    for _ in range(2):  # told once
+        v1_drawn.note_surplus(trainer, {"g0", "g1"})
+    assert [(row["group"], row["reason"]) for row in records.read(str(run_dir), "evicted")] == [("g4", "surplus")]
+    assert trainer.esgrpo_open == {"g3"}

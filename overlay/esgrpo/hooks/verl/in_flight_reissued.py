@@ -45,10 +45,16 @@ def record(rollouter, folder: str | None) -> None:
     from esgrpo.hooks.verl.in_flight import ledger_of
     from esgrpo.records import write
 
-    ledger, (_, _, step) = ledger_of(rollouter), (folder or "").rpartition("global_step_")
-    write("start", {"resumed_step": int(step) if step.isdecimal() else 0, "drawn": ledger.restored,
+    ledger = ledger_of(rollouter)
+    write("start", {"resumed_step": step_of(folder or ""), "drawn": ledger.restored,
                     "gives_back": [entry.draw for entry in ledger.waiting],
                     "prompts_per_epoch": len(rollouter.train_dataloader)})
+
+
+def step_of(folder: str) -> int:
+    """The number of a checkpoint .../global_step_N; 0 for anything else."""
+    _, _, step = folder.rstrip("/").rpartition("global_step_")
+    return int(step) if step.isdecimal() else 0
 
 
 def folder_of(trainer) -> str | None:

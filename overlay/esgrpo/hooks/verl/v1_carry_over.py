@@ -34,13 +34,15 @@ def build(original):
     def _step_once(self, *args, **kwargs):
         import inspect
 
-        from esgrpo.hooks.verl import trained_rows, v1_carry_over, v1_reissued
+        from esgrpo.hooks.verl import trained_rows, v1_carry_over, v1_drawn, v1_reissued
         from esgrpo.hooks.verl.v1_rows import group_of, real_keys
 
         metrics = inspect.signature(original).bind(self, *args, **kwargs).arguments["metrics"]
         pool = v1_carry_over.pool_of(self)
         batch = original(self, *args, **kwargs)
-        trained_rows.begin(sorted({group_of(key) for key in real_keys(batch)}), self.global_steps)
+        groups = {group_of(key) for key in real_keys(batch)}
+        trained_rows.begin(sorted(groups), self.global_steps)
+        v1_drawn.note_surplus(self, groups)
         if pool is not None:
             metrics.update(v1_carry_over.settle(self, pool, batch, metrics))
         metrics.update(v1_reissued.take_metrics(self))

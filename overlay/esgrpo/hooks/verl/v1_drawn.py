@@ -40,8 +40,23 @@ def record(trainer, batch) -> None:
 
     for group, prompt in zip(batch["uid"], batch["raw_prompt"], strict=True):
         trainer.esgrpo_drawn = drawn_of(trainer) + 1
+        if trainer.trainer_mode == "sync":
+            trainer.__dict__.setdefault("esgrpo_open", set()).add(str(group))
         write("submitted", {"group": str(group), "prompt": prompt_key(getattr(prompt, "data", prompt)),
                             "draw": trainer.esgrpo_drawn})
+
+
+def note_surplus(trainer, trained: set[str]) -> None:
+    """Under `sync` verl discards groups of a step beyond its batch, and does not say which."""
+    from esgrpo.records import write
+
+    if trainer.trainer_mode != "sync":
+        return
+    buffer, here = trainer.replay_buffer, trainer.__dict__.setdefault("esgrpo_open", set())
+    gone = here - set(buffer.prompt_global_steps["train"])
+    for group in sorted(gone - trained - buffer.__dict__.get("esgrpo_evicted", {}).keys()):
+        write("evicted", {"group": group, "reason": "surplus"})
+    here -= gone | trained
 
 
 def drawn_of(trainer) -> int:
