@@ -61,6 +61,22 @@ def test_run_with_an_unknown_slug(run_python, overlay, value, code):
         assert "ESGRPO_DISABLE: no-such-hook |" in one_line(done.stderr)
 
 
+HISTORY = "+actor_rollout_ref.rollout.segment.history.path"
+
+
+@pytest.mark.parametrize("argument, good", [
+    (f"{HISTORY}=/runs/(a", False), (f"{HISTORY}=/runs/a=b", False), (f"{HISTORY}=/runs/{{a", False),
+    (f'{HISTORY}="/runs/(a"', True), (f"{HISTORY}=/runs/a b", True), (f"{HISTORY}=${{oc.env:HOME}}/h.json", True),
+    ("data.path=/runs/(a", True)])  # not ours: whatever reads it may have another grammar
+def test_run_with_a_value_that_hydra_cannot_read(run_python, overlay, argument, good):
+    pytest.importorskip("hydra")
+    done = run_python("-m", "esgrpo", "run", "--", sys.executable, "-c", "print('ran')", argument, path=(overlay,),
+                      code=0 if good else 2)
+    assert done.stdout == ("ran\n" if good else "")
+    if not good:
+        assert "segment.history.path: '/runs/" in one_line(done.stderr) and "quote it" in done.stderr
+
+
 def test_status_lists_every_hook(run_python, overlay):
     rows = json.loads(run_python("-m", "esgrpo", "status", "--json", path=(overlay,)).stdout)
     assert [row["slug"] for row in rows] == list(engine.load_hooks())
