@@ -124,7 +124,7 @@ KEYS = {
     "+actor_rollout_ref.rollout.segment.segment_lenght=8": ("error", "segment_length"),
     "+actor_rollout_ref.rollout.segment.prune.resolved.enable=True": ("error", "audit"),
 }
-ASYNC, OVERLAY = "async_training", "actor_rollout_ref.rollout.segment"
+ASYNC = "async_training"
 CONTRADICTIONS = {
     "data.train_batch_size=64": ("error", "data.train_batch_size"),
     "actor_rollout_ref.hybrid_engine=True": ("error", "actor_rollout_ref.hybrid_engine"),
@@ -141,8 +141,6 @@ CONTRADICTIONS = {
     "actor_rollout_ref.rollout.max_model_len=4096": ("warning", "actor_rollout_ref.rollout.max_model_len"),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096": (
         "warning", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
-    f"{ASYNC}.concurrent_samples_per_replica=256": ("warning", f"{ASYNC}.concurrent_samples_per_replica"),
-    f"+{OVERLAY}.enable=True {ASYNC}.concurrent_samples_per_replica=256": None,  # the overlay gives them room
     "actor_rollout_ref.rollout.n=1": ("warning", "actor_rollout_ref.rollout.n"),
     "+actor_rollout_ref.rollout.segment.sync.kv=rebuild": ("warning", "actor_rollout_ref.rollout.segment.sync.kv"),
     "actor_rollout_ref.actor.policy_loss.loss_mode=pois actor_rollout_ref.actor.ppo_epochs=2": (
@@ -181,6 +179,25 @@ def test_contradictions(with_overrides, override):
     result = with_overrides(override)
     worse = [(f.severity, f.key) for f in result.findings if f.severity != "note" and "set before" not in f.problem]
     assert worse == ([] if CONTRADICTIONS[override] is None else [CONTRADICTIONS[override]]), result.findings
+
+
+@pytest.mark.parametrize("concurrent, batch, segment, named", [
+    (256, None, None, f"{ASYNC}.concurrent_samples_per_replica"), (64, None, None, None), (None, None, None, None),
+    (256, None, {"enable": True}, None),  # the overlay gives them room
+    (None, 256, None, "data.train_batch_size"), (None, 64, None, None)])
+def test_calls_of_a_weight_sync_need_a_slot_of_the_server(concurrent, batch, segment, named):
+    """8 responses a prompt on one replica whose actor runs 1,024 + 16 calls at once."""
+    from esgrpo.lint import rules
+
+    values = {"actor_rollout_ref": {"rollout": {"n": 8, "max_num_seqs": 1024, "tensor_model_parallel_size": 2,
+                                                "segment": segment}},
+              "trainer": {"use_v1": True, "nnodes": 1, "n_gpus_per_node": 2,
+                          "v1": {"trainer_mode": "colocate_async", "colocate_async": {"num_warmup_batches": 1}}}}
+    values |= {"data": {"train_batch_size": batch}} if batch else {
+        ASYNC: {"concurrent_samples_per_replica": concurrent} if concurrent else {}}
+    module = "verl.trainer.main_ppo" if batch else "verl.experimental.fully_async_policy.fully_async_main"
+    found = list(rules.server_slots(rules.Config(values, frozenset(), module, "0.9.1", "cuda", False)))
+    assert [(severity, key) for severity, key, *_ in found] == ([("warning", named)] if named else [])
 
 
 def test_segments_where_the_overlay_has_no_place(newest):
