@@ -49,7 +49,7 @@ def switches(*keys: str) -> list[str]:
 
 
 HISTORY = "history.enable"
-LOOPS = ("prune.repetition.enable", "prune.repetition.min_count=6", "prune.repetition.keep_row")
+LOOPS = ("prune.repetition.enable", "prune.repetition.keep_row")
 
 
 def arms(segment_length: int) -> dict[str, list[str]]:
@@ -66,10 +66,9 @@ def arms(segment_length: int) -> dict[str, list[str]]:
         "D elastic": switches(*on, HISTORY, "elastic.enable"),
         "keep": switches(*on, "sync.requests=keep"),
         "token outputs": switches("observe", "token_outputs"),
-        "all": switches("profile=elastic", length, "prune.repetition.min_count=6"),
+        "all": switches("profile=elastic", length),
         # effective tokens reward what the sampler selects: the same without it stands beside
-        "all without sampler": switches("profile=elastic", length, "prune.repetition.min_count=6",
-                                        "sampler.enable=False"),
+        "all without sampler": switches("profile=elastic", length, "sampler.enable=False"),
     }
 
 

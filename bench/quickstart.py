@@ -35,8 +35,8 @@ OVERLAY = [
     f"{SEGMENT}.enable=True",
     f"{SEGMENT}.segment_length=64",
     f"{SEGMENT}.prune.repetition.enable=True",
-    f"{SEGMENT}.prune.repetition.min_count=6",
     f"{SEGMENT}.prune.repetition.keep_row=True",  # masked, loops would never be unlearned
+    f"{SEGMENT}.prune.audit.enable=True",
     "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
 ]
 

@@ -41,9 +41,10 @@ from bench.startup import commit
 RESULT = Path(__file__).parent / "results" / "scheduler_cost.json"
 HISTORY = 1000  # response tokens at the start; a repetition check looks at up to 256
 WARM_UP = 2  # untimed steps after a change of class, for the interpreter's inline caches
+CERTAIN = 1e9  # nats: whatever the log-probs are
 HUGE = 1 << 40  # a segment length that no response reaches
 LIMITS = {"boundary": 5.0, "elastic_boundary": 5.0, "nothing_due": 0.02}  # us a look; share of upstream's time
-NATIVE = {"max_pattern_size": 32, "min_pattern_size": 1, "min_count": 8}  # the rule of our defaults
+NATIVE = {"max_pattern_size": 32, "min_pattern_size": 1, "min_count": 8}  # of 256 tokens, as in our defaults
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,10 @@ def measure(asynchronous: bool, requests: int, rounds: int, steps: int, seed: in
                       "ratio_to_plain": bootstrap(total / plain, seed), "counts": bench.counts[name]}
     result = {"class": bench.base.__name__, "arms": arms, "boundary": bench.look_cost(_segment(2), steps),
               "elastic_boundary": bench.look_cost(_segment(HUGE), steps, told=2),
-              "repetition_check": bench.look_cost(_segment(HUGE, {"enable": True, "check_interval": 2}), steps)}
+              "repetition_check": bench.look_cost(_segment(HUGE, {"enable": True, "check_interval": 2}), steps),
+              # tokens are compared at every look, as when the model is certain of all of them
+              "repetition_check_certain": bench.look_cost(_segment(HUGE, {
+                  "enable": True, "check_interval": 2, "max_surprisal": CERTAIN}), steps)}
     gc.unfreeze()
     return result
 
@@ -296,7 +300,7 @@ def main(argv: list[str] | None = None) -> dict:
             print(f"{name:5} {arm:26} {row['microseconds_per_step']['median']:8.0f} us, own {own['median']:6.1f} us = "
                   f"{share['median']:.2%} [{share['low']:.2%}, {share['high']:.2%}], paired ratio "
                   f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]")
-        for what in ("boundary", "elastic_boundary", "repetition_check"):
+        for what in ("boundary", "elastic_boundary", "repetition_check", "repetition_check_certain"):
             print(f"{name:5} {what:26} {result[name][what]['microseconds']:8.3f} us")
         for what, limit in LIMITS.items():
             found = result[name]["arms"][what]["own_over_upstream"]["high"] if what in ARMS else (

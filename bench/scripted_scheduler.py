@@ -87,15 +87,16 @@ def block_hasher(config):
 
 
 def make_request(key: str, done_before: int = 0, max_tokens: int = 1 << 20, history=(),
-                 group: str = "g", member: int = 0, prompt_tokens: int = PROMPT, hasher=None, **more):
+                 group: str = "g", member: int = 0, prompt: list[int] | None = None,
+                 prompt_tokens: int = PROMPT, hasher=None, **more):
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
     parameters = SamplingParams(
         max_tokens=max_tokens, ignore_eos=True, logprobs=0,
         extra_args={"segment": {"group": group, "member": member, "done_before": done_before, **more}})
-    request = call_with_known(Request, request_id=key, prompt_token_ids=[1] * prompt_tokens, pooling_params=None,
-                              sampling_params=parameters, eos_token_id=None, block_hasher=hasher)
+    request = call_with_known(Request, request_id=key, prompt_token_ids=prompt or [1] * prompt_tokens,
+                              pooling_params=None, sampling_params=parameters, eos_token_id=None, block_hasher=hasher)
     if history:  # like a response that was preempted before
         request.append_output_token_ids(list(history))
     return request

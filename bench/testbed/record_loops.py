@@ -1,12 +1,12 @@
 """Record how the testbed's model loops, and how it does not: tokens and log-probs of its own responses.
 
-    python -m bench.testbed.record_loops [--samples 6000 --seed 0 --out bench/results/loops_testbed.json.gz]
+    python -m bench.testbed.record_loops [--samples 8000 --seed 0 --out bench/results/loops_testbed.json.gz]
 
 bench.loops plays the rule for loops over the record. A loop repeats one pattern for at least `LOOP_TOKENS` tokens and
-never ends by itself, up to a cap far above the testbed's own. What ended by itself is no loop, however long it repeated
-itself before: of those, the ones with the longest repeated spans are recorded, and as many others. A response that
-reached the cap in another way is neither. The model was trained to 512 tokens, so loops get holes beyond them.
-Log-probs are of the sampled token at temperature 1, in nats.
+never ends by itself, up to a cap above the testbed's own. What ended by itself is no loop, however long it repeated
+itself before: of those, the ones with the longest repeated spans are recorded, and as many others. The model was
+trained on responses of the testbed's length only; beyond it loops get holes, and a response that goes on for so long
+without being a loop is neither. Log-probs are of the sampled token at temperature 1, in nats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 from bench.startup import commit
 from bench.testbed.sampler import sample
 from bench.testbed.statistics import LOOP_PATTERN, MODEL
-from bench.testbed.task import TASKS, generate, score
+from bench.testbed.task import SMALL, TASKS, generate, score
 from bench.testbed.train_model import encode_prompt
 
 RESULT = Path(__file__).parents[1] / "results" / "loops_testbed.json.gz"
@@ -75,7 +75,7 @@ def record(task: str, samples: int, seed: int, model_dir: Path = MODEL, batch: i
             first = max(0, start - BEFORE)
             loops.append({"start": start - first,
                           **_entry(number, tokens, values, first, min(CAP, start + AFTER), reward)})
-        else:
+        elif len(tokens) <= SMALL.max_response_tokens:
             others.append((max(spans), _entry(number, tokens, values, 0, len(tokens), reward)))
     longest = sorted(others, key=lambda other: -other[0])[:OTHERS // 2]
     rest = [other for other in others if other[0] < longest[-1][0]][:OTHERS - len(longest)]
@@ -86,7 +86,7 @@ def record(task: str, samples: int, seed: int, model_dir: Path = MODEL, batch: i
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default="search")
-    parser.add_argument("--samples", type=int, default=6000)
+    parser.add_argument("--samples", type=int, default=8000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULT)

@@ -20,7 +20,8 @@ def sample(
 ) -> list[list[int]]:
     """One response per prompt (token ids, with the end token if it came), in the order of the prompts.
 
-    `log_probs`, if given, gets the log-probs of the sampled tokens (nats), one list per response, appended. Prompts of unlike lengths are padded on the left. Finished rows leave the batch, so a few long ones stay cheap.
+    `log_probs`, if given, gets the log-probs of the sampled tokens (nats), one list per response, appended.
+    Prompts of unlike lengths are padded on the left. Finished rows leave the batch, so a few long ones stay cheap.
     """
     responses = []
     for start in range(0, len(prompts), batch):

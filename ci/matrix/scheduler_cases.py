@@ -12,10 +12,13 @@ import inspect
 from ci.matrix.scheduler_player import LOOP, TOLERANCE, expect
 
 YIELD = {"enable": True, "segment_length": 16, "boundary": "yield"}
-PRUNE = {"enable": True, "prune": {"repetition": {"enable": True}}}
+# the scripted model gives its tokens a surprisal of up to 0.7
+SHORT_LOOPS = {"enable": True, "min_span": 32, "max_pattern_size": 4, "max_surprisal": 1.0}
+PRUNE = {"enable": True, "prune": {"repetition": SHORT_LOOPS}}
+DOUBT = {"enable": True, "prune": {"repetition": {**SHORT_LOOPS, "max_surprisal": 0.01}}}
 QUIET = {"enable": True, "segment_length": 8}
 SCARCE = 14  # blocks of 16 tokens: four requests of 16 + 50 tokens need 20
-PRUNED_AT = 32  # default repetition rule: looked at every 32 tokens
+PRUNED_AT = 32  # looked at every 32 tokens
 LENGTH = 60
 DRAFTS = 8  # tokens a step, beside the model's own
 CHUNK = 32  # tokens of a prompt that one step prefills: two blocks
@@ -42,6 +45,43 @@ def a_loop_is_pruned_and_the_others_run_on(new):
     expect((player.ends["r1"][2]["outcome"], player.ends["r1"][2]["rule"]), ("prune", "repetition"), "payload")
     expect({player.ends[key][1] for key in ("r0", "r2", "r3")}, {None}, "stop reason of the others")
     _finished(player)
+
+
+def a_loop_that_the_model_doubts_runs_on(new):
+    player = new(DOUBT)
+    player.add("r0", loop=True, max_tokens=LENGTH)
+    player.run()
+    expect((player.counts(), player.ends["r0"][1]), ({"r0": LENGTH}, None), "tokens and stop reason")
+    _finished(player)
+
+
+def an_audited_loop_is_handed_back_with_its_surprisal_and_let_off(new):
+    audited = {"enable": True, "prune": {"repetition": SHORT_LOOPS, "audit": {"enable": True}}}
+    player = new(audited)
+    player.add("r0", loop=True, max_tokens=LENGTH)
+    player.add("r1", loop=True, member=1, max_tokens=LENGTH, exempt=True)
+    player.run()
+    expect(player.counts(), {"r0": PRUNED_AT, "r1": LENGTH}, "tokens")
+    payload = player.ends["r0"][2]
+    expect((player.ends["r0"][1], payload["outcome"], payload["rule"]), ("segment", "yield", "repetition"), "end")
+    surprisal = -sum(player.logprobs["r0"]) / PRUNED_AT
+    expect(abs(payload["surprisal"] - surprisal) < TOLERANCE, True, f"surprisal {payload['surprisal']}, {surprisal}")
+    expect(player.ends["r1"][1], None, "stop reason of the exempted")
+    _finished(player)
+
+
+def a_loop_is_proven_across_attempts(new):
+    """16 tokens in each of two attempts; without the marks of the first the second proves nothing."""
+    for carries in (True, False):
+        player = new({**YIELD, "prune": {"repetition": {**SHORT_LOOPS, "check_interval": 8}}})
+        player.add("r0", loop=True, max_tokens=LENGTH)
+        player.run()
+        expect((player.counts(), player.ends["r0"][1]), ({"r0": 16}, "segment"), "first attempt")
+        player.add("r1", loop=True, done_before=16, max_tokens=LENGTH, prompt=[1] * 16 + player.tokens["r0"],
+                   **({"marks": player.ends["r0"][2]["marks"]} if carries else {}))
+        player.run()
+        expect((len(player.tokens["r1"]), player.ends["r1"][1]), (16, "pruned" if carries else "segment"), "second")
+        _finished(player)
 
 
 def yield_is_exact(new):
@@ -337,6 +377,9 @@ def without_a_decision_the_outputs_are_upstreams(new):
 CASES = (
     without_a_decision_the_outputs_are_upstreams,
     a_loop_is_pruned_and_the_others_run_on,
+    a_loop_that_the_model_doubts_runs_on,
+    an_audited_loop_is_handed_back_with_its_surprisal_and_let_off,
+    a_loop_is_proven_across_attempts,
     yield_is_exact,
     finish_takes_a_whole_group_in_one_step,
     finish_takes_named_members_in_one_step,

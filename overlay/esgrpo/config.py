@@ -50,12 +50,15 @@ def _text(default, doc):
 
 @dataclass(frozen=True)
 class Repetition:
-    """Rule of vLLM's RepetitionDetectionParams, looked at every `check_interval` tokens instead of at every token."""
+    """A loop is proven by its length and by the model's own certainty; under the audit if that is on.
 
-    enable: bool = _flag(False, "prune a response whose tail repeats one pattern")
-    max_pattern_size: int = _number(32, 1, 1024, "longest repeated pattern, tokens")
-    min_pattern_size: int = _number(1, 1, 1024, "shortest repeated pattern, tokens")
-    min_count: int = _number(8, 2, 1024, "how often the pattern must stand at the tail")
+    Repetition alone proves nothing: a number, a table or a matrix repeats itself, too.
+    """
+
+    enable: bool = _flag(False, "prune a response that repeats one pattern for long and is certain of it")
+    min_span: int = _number(256, 2, None, "a loop repeats one pattern for at least so many tokens, up to its last one")
+    max_pattern_size: int = _number(32, 1, 1024, "longest repeated pattern, tokens; at most half of min_span")
+    max_surprisal: float = _number(0.01, 0.0, None, "largest mean surprisal (-log-prob) of these tokens, nats a token")
     check_interval: int = _number(32, 1, None, "tokens between two looks at a response")
     keep_row: bool = _flag(
         False, "train the shortened response with its reward instead of masking it: a proven failure to unlearn"
@@ -72,7 +75,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Audit:
-    """How pruning by group rules is measured and bounded."""
+    """How pruning by group rules, and of loops, is measured and bounded."""
 
     enable: bool = _flag(False, "exempt candidates by a coin and weight the rows that were kept",
                          needs=("prune.resolved.enable", "prune.finish_group_after", "prune.repetition.enable"))
@@ -203,9 +206,18 @@ class Segment:
         return self.enable and self.sync.requests == "keep"
 
     @property
+    def audited(self) -> bool:
+        """A coin is tossed for candidates of group rules, which are always audited, and for proven loops."""
+        prune = self.prune
+        return self.enable and (prune.resolved.enable or prune.finish_group_after > 0
+                                or (prune.audit.enable and prune.repetition.enable))
+
+    @property
     def weighted(self) -> bool:
-        """Group rules prune, always under the audit: rows carry the inverse of their keep probability."""
-        return self.enable and (self.prune.resolved.enable or self.prune.finish_group_after > 0)
+        """Audited pruning takes rows out of the batch: those that are kept carry the inverse of their probability."""
+        prune = self.prune
+        loops_leave = prune.repetition.enable and not prune.repetition.keep_row
+        return self.audited and (prune.resolved.enable or prune.finish_group_after > 0 or loops_leave)
 
 
 # What a profile sets where the user says nothing. `static` cuts as UloRL does, but submits again at once.
@@ -231,6 +243,9 @@ PROFILES: dict[str, dict] = {
 # Keys that were there once, and why they are not any more.
 REMOVED = {f"{PREFIX}.prune.hopeless": "drop it: it never pruned anything, because no forecast exceeds the budget; "
                                        "prune.resolved and prune.repetition are the rules that act"}
+REMOVED |= dict.fromkeys((f"{PREFIX}.prune.repetition.min_count", f"{PREFIX}.prune.repetition.min_pattern_size"),
+                         "drop it: a count of patterns proves no loop; prune.repetition.min_span and "
+                         "prune.repetition.max_surprisal do")
 
 
 # (section, smaller, larger): bounds that must be in order
@@ -316,11 +331,6 @@ def parse(values: Mapping | None, response_length: int | None = None) -> Segment
                           "no boundary would ever be reached, the run does not start",
                           "lower segment_length or drop segment.enable")
     _check_sections(segment)
-    repetition = segment.prune.repetition
-    if repetition.min_pattern_size > repetition.max_pattern_size:
-        raise ConfigError(f"{PREFIX}.prune.repetition.min_pattern_size", str(repetition.min_pattern_size),
-                          f"at most max_pattern_size = {repetition.max_pattern_size}", "the run does not start",
-                          "swap the two")
     return segment
 
 
@@ -352,6 +362,12 @@ def _check_sections(segment: Segment) -> None:
                               f"{PREFIX}.{f' or {PREFIX}.'.join(needed)} with it",
                               "it would have no effect, the run does not start",
                               f"switch {needed[0]} on, too, or drop {key}")
+    span, pattern = segment.prune.repetition.min_span, segment.prune.repetition.max_pattern_size
+    if span < 2 * pattern:
+        raise ConfigError(f"{PREFIX}.prune.repetition.min_span", str(span),
+                          f"at least twice max_pattern_size = {pattern}",
+                          "what was seen once is no repetition, the run does not start",
+                          f"set min_span to {2 * pattern} or more, or lower max_pattern_size")
     for section, smaller, larger in IN_ORDER:
         low, high = (conditions.value_of(segment, f"{section}.{name}") for name in (smaller, larger))
         if low > high:

@@ -82,7 +82,8 @@ class ScriptedEngine:
                     ended[key] = "length", None, "finish", ""
             for key in self.book.advance():
                 if key in self.running and key not in ended and key in self.book.tracked:
-                    decision = self.book.look(key, self.running[key].tokens)
+                    tokens = self.running[key].tokens
+                    decision = self.book.look(key, tokens, (0.0, len(tokens)))  # an engine that is certain
                     if decision.outcome != CONTINUE:
                         ended[key] = "length", STOP_REASON[decision.outcome], decision.outcome, decision.rule
             for key, rule in self.book.take_pending().items():

@@ -139,7 +139,7 @@ def loops(segment=None, lengths=(6, 40, 40, 10)):
     return Scene(scripts, {"enable": True, "segment_length": 4, **(segment or {})})
 
 
-REPETITION = {"prune": {"repetition": {"enable": True, "max_pattern_size": 2, "min_count": 6, "check_interval": 4}}}
+REPETITION = {"prune": {"repetition": {"enable": True, "max_pattern_size": 2, "min_span": 6, "check_interval": 4}}}
 
 
 async def to_the_end(segment):

@@ -27,6 +27,9 @@ ROOT = Path(__file__).resolve().parents[3]
 SEGMENT = "+actor_rollout_ref.rollout.segment"
 GROUP_SIZE, MINI_BATCH, PROMPTS = 4, 8, 48
 RESPONSE_LENGTH = 384
+# responses are short, and weight syncs cut them: what a run of seconds sees must be proven sooner than by default
+SHORT_LOOPS = [f"{SEGMENT}.prune.repetition.{key}" for key in (
+    "enable=True", "min_span=64", "max_pattern_size=16", "max_surprisal=0.05", "check_interval=16")]
 # vLLM and FSDP hold the same weights: only rounding may differ, float32 on a CPU, bfloat16 on a GPU
 EXACT_KL = {"cpu": 1e-6, "cuda": 1e-3}[stack.DEVICE]
 NEVER_WAIT = 4.0  # staleness at which the rollouter still generates whenever the trainer syncs, on any machine
@@ -70,7 +73,7 @@ def run(tmp_path_factory) -> Path:
     run_dir = tmp_path / "run"
     arm.run("e2e", overrides(
         tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
-        f"{SEGMENT}.prune.repetition.enable=True", f"{SEGMENT}.prune.repetition.min_count=6",
+        *SHORT_LOOPS,
         "actor_rollout_ref.actor.policy_loss.loss_mode=pois", staleness=NEVER_WAIT), run_dir, ROOT / "overlay")
     return run_dir
 

@@ -14,7 +14,7 @@ import pytest
 
 from bench import arm, stack
 from bench.testbed import make_data
-from ci.tests.e2e.test_fully_async import EXACT_KL, ROOT, SEGMENT, metrics_of, stragglers
+from ci.tests.e2e.test_fully_async import EXACT_KL, ROOT, SEGMENT, SHORT_LOOPS, metrics_of, stragglers
 from esgrpo.records import read
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -56,7 +56,7 @@ def separate(tmp_path_factory) -> Path:
     """Two optimiser steps per weight version, yields, both kinds of pruning."""
     return run_v1("separate_async", tmp_path_factory.mktemp("separate"), f"{SEGMENT}.enable=True",
                   f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
-                  f"{SEGMENT}.prune.repetition.enable=True", f"{SEGMENT}.prune.repetition.min_count=6",
+                  *SHORT_LOOPS,
                   *stragglers(FINISH_AFTER), mini_batch=4, sync_every=OPTIMISER_STEPS,
                   steps=STEPS, warmup=1.0, off_policy=THRESHOLD)
 

@@ -7,7 +7,6 @@ the output of this one is known, as EngineCore.step_with_batch_queue does.
 from __future__ import annotations
 
 import importlib.util
-import random
 
 import pytest
 
@@ -18,7 +17,6 @@ if importlib.util.find_spec("vllm") is None:
 from bench.scripted_scheduler import make_config, upstream_class  # noqa: E402
 from ci.matrix.scheduler_cases import CASES, Unsupported  # noqa: E402
 from ci.matrix.scheduler_player import BLOCKS, Player  # noqa: E402
-from esgrpo import config as settings  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 RUNNING = 4
@@ -49,24 +47,3 @@ def test_case(new, case):
         case(new)
     except Unsupported as error:
         pytest.skip(str(error))
-
-
-def test_the_repetition_rule_is_vllms():
-    """`repeats` against upstream's own function, on random and on periodic tails."""
-    from vllm.sampling_params import RepetitionDetectionParams
-    from vllm.v1.core.sched.utils import check_sequence_repetition
-
-    from esgrpo.algo.segments import repeats
-
-    rng, found = random.Random(0), 0
-    for _ in range(4000):
-        low = rng.randint(1, 4)
-        rule = {"min_pattern_size": low, "max_pattern_size": rng.randint(low, 9), "min_count": rng.randint(2, 5)}
-        pattern = [rng.randrange(3) for _ in range(rng.randint(1, 10))]
-        tokens = [rng.randrange(3) for _ in range(rng.randint(0, 20))] + pattern * rng.randint(1, 6)
-        if rng.random() < 0.3:
-            tokens[rng.randrange(len(tokens))] = 9
-        expected = check_sequence_repetition(tokens, RepetitionDetectionParams(**rule))
-        assert repeats(tokens, settings.Repetition(enable=True, **rule)) == expected, (tokens, rule)
-        found += expected
-    assert 400 < found < 3600

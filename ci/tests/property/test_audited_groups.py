@@ -10,7 +10,7 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from ci.tests.property.test_group_rollout import BUDGET, World
+from ci.tests.property.test_group_rollout import BUDGET, LOOPS, World
 from esgrpo import config
 from esgrpo.hooks.verl.group_rows import mask_pruned
 
@@ -35,7 +35,7 @@ def cases(draw):
     names = [f"g{i}" for i in range(draw(st.integers(1, 6)))]
     prune = {**RULES[draw(st.sampled_from(sorted(RULES)))],
              "audit": {**AUDIT, "max_fraction": draw(st.sampled_from([0.25, 0.5, 1.0]))},
-             "repetition": {"enable": draw(st.booleans()), "check_interval": 4}}
+             "repetition": {"enable": draw(st.booleans()), **LOOPS}}
     return {"n": n, "seed": draw(st.integers(0, 10**6)), "replicas": draw(st.integers(1, 3)),
             "transit": draw(st.sampled_from([0, 3, 12])), "scoring": draw(st.sampled_from([0, 2, 12])),
             "groups": {name: draw(st.lists(member, min_size=n, max_size=n)) for name in names},
@@ -131,7 +131,7 @@ def test_a_seed_decides_all_coins_and_another_seed_others():
 
 def test_without_a_group_rule_nothing_is_asked_for_progress():
     case = many(1)
-    case["values"]["prune"] = {"repetition": {"enable": True}}
+    case["values"]["prune"] = {"repetition": {"enable": True, **LOOPS}}
     world, rows = simulate(case)
     assert world.worker.esgrpo_pruner is None and not any(replica.asks for replica in world.replicas)
     assert all(row.extra_fields["esgrpo"]["keep_probability"] == 1 for row in rows)

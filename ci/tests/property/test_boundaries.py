@@ -47,7 +47,7 @@ def plans(tokens_per_step):
 def workloads(draw, boundary=("soft",)):
     tokens_per_step = draw(st.integers(1, 4))
     repetition = Repetition(enable=draw(st.booleans()), check_interval=draw(st.integers(1, 11)), max_pattern_size=3,
-                            min_count=draw(st.integers(2, 4)))
+                            min_span=draw(st.integers(6, 12)))
     settings_ = Segment(enable=True, segment_length=draw(st.integers(2, 13)), boundary=draw(st.sampled_from(boundary)),
                         prune=Prune(repetition=repetition))
     return settings_, tokens_per_step, draw(st.lists(plans(tokens_per_step), min_size=1, max_size=6))
@@ -99,7 +99,7 @@ class Replay:
                 continue
             item = self.book.tracked[key]
             boundaries, repetition_due = item.boundaries, item.next_repetition
-            decision = self.book.look(key, self.tokens[key])
+            decision = self.book.look(key, self.tokens[key], (0.0, len(self.tokens[key])))  # a model that is certain
             events = {(key, "boundary")} if item.boundaries > boundaries else set()
             events |= {(key, "repetition")} if item.next_repetition != repetition_due else set()
             self.looks[key] += 1
@@ -152,7 +152,7 @@ def test_spans_of_an_undisturbed_response_are_its_tokens(workload):
 @settings(max_examples=2 * settings.default.max_examples)
 @given(workloads(boundary=("yield",)))
 def test_yield_ends_at_the_first_boundary_unless_the_tail_repeats_before(workload):
-    """Tokens repeat with period 2: the first repetition look with enough of them prunes, else the boundary yields."""
+    """Tokens repeat with period 2: the first look with enough of them prunes, else the boundary yields."""
     settings_, tokens_per_step, plan_list = workload
     replay = Replay(settings_, tokens_per_step, plan_list, make_token=lambda key, index: index % 2)
     rule, length = settings_.prune.repetition, settings_.segment_length
@@ -161,7 +161,7 @@ def test_yield_ends_at_the_first_boundary_unless_the_tail_repeats_before(workloa
         for grown in growth:
             before, count = done_before + count, count + grown
             looked = rule.enable and crossed(before, done_before + count, rule.check_interval)
-            if looked and count >= 2 * rule.min_count:
+            if looked and count >= rule.min_span:
                 expected = PRUNE, count
             elif crossed(before, done_before + count, length):
                 expected = YIELD, count
@@ -170,19 +170,18 @@ def test_yield_ends_at_the_first_boundary_unless_the_tail_repeats_before(workloa
         assert replay.endings.get(key) == expected
 
 
-def brute_force_repeats(tokens, rule) -> bool:
-    """The tail is one pattern, `min_count` times, written down literally."""
-    for size in range(rule.min_pattern_size, rule.max_pattern_size + 1):
+def brute_force_repeats(tokens, span, longest) -> bool:
+    """The tail is one pattern over and over, the oldest one maybe cut, written down literally."""
+    for size in range(1, longest + 1):
         pattern = tokens[-size:]
-        if len(tokens) >= size * rule.min_count and tokens[-size * rule.min_count:] == pattern * rule.min_count:
+        if len(tokens) >= span and (pattern * span)[-span:] == tokens[-span:]:
             return True
     return False
 
 
-def rules():
-    sizes = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(sorted)
-    return st.builds(lambda size, count: Repetition(enable=True, min_pattern_size=size[0], max_pattern_size=size[1],
-                                                    min_count=count), sizes, st.integers(2, 5))
+def spans():
+    """(span, longest pattern)."""
+    return st.integers(1, 6).flatmap(lambda longest: st.tuples(st.integers(2 * longest, 18), st.just(longest)))
 
 
 def sequences():
@@ -195,10 +194,10 @@ def sequences():
 
 
 @settings(max_examples=6 * settings.default.max_examples)
-@given(sequences(), rules())
+@given(sequences(), spans())
 def test_repeats_equals_brute_force(tokens, rule):
-    assert repeats(tokens, rule) == brute_force_repeats(tokens, rule)
-    assert repeats(tuple(tokens), rule) == repeats(tokens, rule)
+    assert repeats(tokens, *rule) == brute_force_repeats(tokens, *rule)
+    assert repeats(tuple(tokens), *rule) == repeats(tokens, *rule)
 
 
 def looks(book, key, tokens, steps, per_step=1) -> list[int]:
@@ -208,7 +207,7 @@ def looks(book, key, tokens, steps, per_step=1) -> list[int]:
         tokens += [len(tokens) + i for i in range(per_step)]
         for due in book.advance():
             assert due == key
-            decision = book.look(key, tokens)
+            decision = book.look(key, tokens, (0.0, len(tokens)))
             seen.append((len(tokens), decision.outcome, decision.rule))
             if decision.outcome != "continue":
                 book.close(key, len(tokens))
@@ -247,12 +246,12 @@ def test_the_short_class_is_never_segmented():
 
 
 def test_repetition_is_looked_at_in_the_short_class_too():
-    rule = Repetition(enable=True, check_interval=8, max_pattern_size=2, min_count=4)
+    rule = Repetition(enable=True, check_interval=8, max_pattern_size=2, min_span=8)
     book = SegmentBook(Segment(enable=True, segment_length=16, boundary="yield", prune=Prune(repetition=rule)))
     book.add("a", "g", 0, 0, "short")
     decisions = []
     for step in range(1, 25):
-        decisions += [(step, book.look(key, [7] * step).outcome) for key in book.advance()]
+        decisions += [(step, book.look(key, [7] * step, (0.0, step)).outcome) for key in book.advance()]
     assert decisions[0] == (8, PRUNE)
 
 

@@ -64,7 +64,8 @@ class Replica:
         assert request.max_tokens == BUDGET - request.done >= 1
         assert fields["done_before"] == request.done
         self.running[key] = request
-        self.book.add(key, fields["group"], fields["member"], fields["done_before"])
+        self.book.add(key, fields["group"], fields["member"], fields["done_before"],
+                      exempt=fields.get("exempt", False), marks=fields.get("marks", ()), earlier=prompt_ids)
         return await request.future
 
     def step(self):
@@ -78,7 +79,8 @@ class Replica:
         endings = {}
         for key in self.book.advance():
             if key in self.running:
-                decision = self.book.look(key, self.running[key].tokens)
+                tokens = self.running[key].tokens
+                decision = self.book.look(key, tokens, (0.0, len(tokens)))
                 if decision.outcome != CONTINUE:
                     endings[key] = decision.outcome, decision.rule
         endings.update({key: (PRUNE, rule) for key, rule in self.book.take_pending().items()})
@@ -90,7 +92,8 @@ class Replica:
         item = self.book.close(key, len(request.tokens))
         extra = {"global_steps": self.world.version, "kv_transfer_params": {"esgrpo": {
             "outcome": outcome, "rule": rule, "spans": item.spans, "boundaries": item.boundaries, "logprob_sum": 0.0,
-            "replica": "0", "arrived": 0.0}}}
+            "replica": "0", "arrived": 0.0, "surprisal": item.surprisal,
+            "marks": self.book.carried_marks(item, len(request.tokens), (0.0, len(request.tokens)))}}}
         request.future.set_result(TokenOutput(request.tokens, [0.0] * len(request.tokens), None, "completed", None,
                                               extra))
 
@@ -184,6 +187,7 @@ class World:
 # after the first outcome, every candidate is pruned that may be
 STRICT = {"enable": True, "exempt_prob": 1e-9, "max_fraction": 1.0, "window": 50, "min_candidates": 1,
           "max_false_rate": 1.0}
+LOOPS = {"check_interval": 4, "max_pattern_size": 2, "min_span": 8}
 
 
 @st.composite
@@ -199,7 +203,7 @@ def cases(draw):
         "values": {"enable": True, "segment_length": draw(st.integers(2, 30)),
                    "boundary": draw(st.sampled_from(["soft", "yield"])),
                    "prune": {"finish_group_after": draw(st.integers(0, 3)),
-                             "audit": STRICT, "repetition": {"enable": draw(st.booleans()), "check_interval": 4}}},
+                             "audit": STRICT, "repetition": {"enable": draw(st.booleans()), **LOOPS}}},
     }
 
 
@@ -217,7 +221,7 @@ LAST_TOKEN = {"n": 5, "seed": 0, "replicas": 1, "transit": 0, "scoring": 0, "syn
                          "g1": [(length, 2) for length in (0, 4, 5, 13, 9)]},
               "values": {"enable": True, "segment_length": 2, "boundary": "yield",
                          "prune": {"finish_group_after": 1, "audit": STRICT,
-                                   "repetition": {"enable": False, "check_interval": 4}}}}
+                                   "repetition": {"enable": False, **LOOPS}}}}
 
 
 @given(cases())

@@ -29,7 +29,7 @@ class Books(RuleBasedStateMachine):
     @initialize(enable=st.booleans(), boundary=st.sampled_from(["soft", "yield"]), length=st.integers(2, 9),
                 repetition=st.booleans(), tokens_per_step=st.integers(1, 3))
     def start(self, enable, boundary, length, repetition, tokens_per_step):
-        prune = Prune(Repetition(enable=repetition, check_interval=3, max_pattern_size=2, min_count=3))
+        prune = Prune(Repetition(enable=repetition, check_interval=3, max_pattern_size=2, min_span=6))
         self.settings = Segment(enable=enable, boundary=boundary, segment_length=length, prune=prune)
         self.tokens_per_step = tokens_per_step
         self.book = SegmentBook(self.settings, tokens_per_step)
@@ -67,7 +67,7 @@ class Books(RuleBasedStateMachine):
             self.versions[key] += [self.version] * len(made)
         for key in self.book.advance():
             item = self.book.tracked[key]
-            decision = self.book.look(key, self.tokens[key])
+            decision = self.book.look(key, self.tokens[key], (0.0, len(self.tokens[key])))
             if decision.outcome == YIELD:
                 assert item.length_class != SHORT
                 if decision.rule == "move":

@@ -66,7 +66,7 @@ def test_a_segment_longer_than_the_response_budget():
     assert parse({"segment_length": 513}, response_length=512).enable is False  # off: nothing can be wrong with it
 
 
-PAIRS = ("max_pattern_size", "min_pattern_size", "max_length", "min_length", "short_quantile", "tail_quantile",
+PAIRS = ("max_pattern_size", "min_span", "max_length", "min_length", "short_quantile", "tail_quantile",
          "window", "min_candidates")
 
 
@@ -232,7 +232,7 @@ def test_choices_say_the_closest():
 @pytest.mark.parametrize("values, closest", [
     ({"segment_lenght": 5}, "segment_length"), ({"enabled": True}, "enable"),
     ({"prune": {"repetiton": {"enable": True}}}, "prune.repetition"),
-    ({"prune": {"repetition": {"min_cuont": 3}}}, "prune.repetition.min_count"),
+    ({"prune": {"repetition": {"min_sapn": 3}}}, "prune.repetition.min_span"),
     ({"dmmpt": {"Tau": 0.5}}, "dmmpt.tau"), ({7: 1}, ""),
 ])
 def test_an_unknown_key_comes_with_the_closest_one(values, closest):
@@ -250,14 +250,30 @@ def test_nothing_given_is_all_defaults():
     assert parse(None) == parse({}) == Segment()
 
 
-def test_patterns_bound_one_another():
-    assert "at most max_pattern_size = 4" in refusal(
-        {"prune": {"repetition": {"min_pattern_size": 5, "max_pattern_size": 4}}})
+def test_a_pattern_stands_at_least_twice_in_a_loop():
+    assert "at least twice max_pattern_size = 4" in refusal(
+        {"prune": {"repetition": {"min_span": 7, "max_pattern_size": 4}}})
+    assert parse({"prune": {"repetition": {"min_span": 8, "max_pattern_size": 4}}}).prune.repetition.min_span == 8
+
+
+@pytest.mark.parametrize("prune, audited, weighted", [
+    ({"repetition": {"enable": True}}, False, False),
+    ({"repetition": {"enable": True}, "audit": {"enable": True}}, True, True),
+    # a loop whose row is trained takes nothing out of the batch
+    ({"repetition": {"enable": True, "keep_row": True}, "audit": {"enable": True}}, True, False),
+    ({"repetition": {"enable": True, "keep_row": True}, "audit": {"enable": True}, "hopeless": True}, True, True),
+    ({"audit": {"enable": True}}, False, False),
+])
+def test_the_audit_has_the_loops_where_it_is_on(prune, audited, weighted):
+    segment = parse({"enable": True, "prune": prune})
+    assert (segment.audited, segment.weighted) == (audited, weighted)
+    off = parse({"prune": prune})
+    assert not off.audited and not off.weighted
 
 
 def test_nested_values_keep_their_siblings():
-    segment = parse({"enable": True, "prune": {"repetition": {"enable": True, "min_count": 9}}})
-    assert segment.prune.repetition == config.Repetition(enable=True, min_count=9)
+    segment = parse({"enable": True, "prune": {"repetition": {"enable": True, "min_span": 99}}})
+    assert segment.prune.repetition == config.Repetition(enable=True, min_span=99)
     assert segment.prunes and segment.dmmpt == config.Dmmpt()
     assert not config.Segment(prune=segment.prune).prunes  # segment.enable is the main switch
 

@@ -9,6 +9,9 @@ audit lets a rule go as far as `scale`: a score above it is no candidate. The fa
 on exempted candidates with a score up to the present scale, so that after tightening it speaks of the rule as it is
 now. What "false" means is the rule's business (see `esgrpo.algo.pruning`): the audit counts.
 
+A rule that forecasts warms up: it prunes once the upper bound of its false-prune rate is low enough. A candidate that
+is `proven` by what it has done already (a loop) needs no forecast: it may be pruned until the lower bound is too high.
+
 The bound is looked at after every outcome, so its 95 % hold at each look, not for all looks together.
 """
 
@@ -28,6 +31,11 @@ RELAX = 1.01  # factor of the scale per case that was let go because of it
 SMALLEST_SCALE = 2.0**-10  # tightening ends here; the bound still forbids pruning
 COIN, WARM_UP, CAP, TOO_FEW = "coin", "warm-up", "cap", "too-few"
 SAMPLED = (COIN, WARM_UP)  # an exemption by cap selects late candidates: its outcome is not representative
+
+
+def wilson_lower(events: int, trials: int) -> float:
+    """Lower end of the Wilson score interval of a rate; 0 without trials."""
+    return max(0.0, 1.0 - wilson_upper(trials - events, trials))
 
 
 def wilson_upper(events: int, trials: int, z: float = Z_95) -> float:
@@ -62,6 +70,8 @@ class Candidate:
     pruned: int
     others: int
     score: float
+    proven: bool = False  # by what it has done, not forecast
+    trained: bool = False  # its row is trained however the coin falls: no sibling is lost, so that no cap applies
 
 
 @dataclass(frozen=True)
@@ -113,12 +123,16 @@ class Audit:
 
     def keep_probability(self, candidate: Candidate) -> tuple[float, str]:
         """(pi, reason): a function of what is known before the coin."""
-        if candidate.others < AT_LEAST:
+        if candidate.others < AT_LEAST and not candidate.trained:
             return 1.0, TOO_FEW
-        if candidate.pruned + 1 > self.settings.max_fraction * candidate.size:
+        if not candidate.trained and candidate.pruned + 1 > self.settings.max_fraction * candidate.size:
             return 1.0, CAP
         false, trials = self.evidence(candidate.rule)
-        if trials < self._needed or wilson_upper(false, trials) > self.settings.max_false_rate:
+        if candidate.proven:
+            doubtful = wilson_lower(false, trials) > self.settings.max_false_rate
+        else:
+            doubtful = trials < self._needed or wilson_upper(false, trials) > self.settings.max_false_rate
+        if doubtful:
             return 1.0, WARM_UP
         return self.settings.exempt_prob, COIN
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from esgrpo import config
 from esgrpo.algo import pruning
 from esgrpo.algo.audit import Audit, Candidate, Verdict
+from esgrpo.algo.segments import REPETITION
 
 STATE_VERSION = 1  # of what `GroupPruner.to_state` returns
 
@@ -27,7 +28,13 @@ class Decided:
 
     verdict: Verdict
     tokens: int  # of the response when it was decided
-    pivot: float  # reward that the group's advantages are measured from, known before the group's first coin
+    pivot: float | None  # reward that the group's advantages are measured from, known before the group's first coin
+    trained: bool = False  # its row is trained however the coin fell: it needs no weight
+
+    @property
+    def keep_probability(self) -> float:
+        """Of its row."""
+        return 1.0 if self.trained else self.verdict.pi
 
 
 @dataclass
@@ -42,7 +49,8 @@ class Watched:
 
     @property
     def pruned(self) -> int:
-        return sum(item.verdict.prune for item in self.decided.values())
+        """Members whose rows are lost."""
+        return sum(item.verdict.prune and not item.trained for item in self.decided.values())
 
     @property
     def answers(self) -> list[bool]:
@@ -93,6 +101,8 @@ class GroupPruner:
         watched = self.groups[group]
         decided = watched.decided.get(member)
         if decided is not None and decided.verdict.prune:
+            if decided.trained:
+                watched.removed.add(member)
             return
         if ending is None or by_rule:
             watched.removed.add(member)
@@ -109,9 +119,35 @@ class GroupPruner:
 
     @staticmethod
     def _was_false(watched: Watched, member: int, rule: str, ending: Finished) -> bool:
+        if rule == REPETITION:
+            return not ending.capped
         if rule == pruning.ENOUGH:
             return ending.correct
         return ending.correct != watched.seen[member][2]
+
+    def loop(self, group: str, member: int, tokens: int, surprisal: float) -> Decided | None:
+        """Decide about a response of `tokens` that is a proven loop, with its mean surprisal in nats per token.
+
+        None: it goes on undecided, because the audit has tightened the rule or it was decided before.
+        """
+        watched, rule = self.groups[group], self.prune.repetition
+        if member in watched.decided:
+            return None
+        score = surprisal / rule.max_surprisal if rule.max_surprisal else 0.0
+        if score > self.audit.scale(REPETITION):
+            self.audit.passed_by(REPETITION)
+            return None
+        if not rule.keep_row:
+            self._fix_pivot(watched)
+        verdict = self._decide(group, watched, member, REPETITION, score, proven=True, trained=rule.keep_row)
+        decided = Decided(verdict, tokens, None if rule.keep_row else watched.pivot, rule.keep_row)
+        watched.decided[member] = decided
+        return decided
+
+    @staticmethod
+    def _fix_pivot(watched: Watched) -> None:
+        if watched.pivot is None:
+            watched.pivot = _pivot([item.score for item in watched.finished.values()])
 
     def checkpoint(self, group: str, running: Mapping[int, int]) -> dict[int, Decided]:
         """Decide about running members (member -> tokens of the response so far); returns the new decisions."""
@@ -121,15 +157,15 @@ class GroupPruner:
         open_ = [member for member in running if member not in watched.decided and member not in watched.finished]
         new = {}
         for member, (rule, score) in self._candidates(watched, open_, running).items():
-            if watched.pivot is None:
-                watched.pivot = _pivot([item.score for item in watched.finished.values()])
+            self._fix_pivot(watched)
             verdict = self._decide(group, watched, member, rule, score)
             new[member] = watched.decided[member] = Decided(verdict, running[member], watched.pivot)
         return new
 
-    def _decide(self, group: str, watched: Watched, member: int, rule: str, score: float) -> Verdict:
+    def _decide(self, group: str, watched: Watched, member: int, rule: str, score: float, **kind: bool) -> Verdict:
         others = watched.size - watched.pruned - len(watched.removed) - 1
-        return self.audit.decide(Candidate(group, member, rule, watched.size, watched.pruned, others, score))
+        return self.audit.decide(Candidate(group, member, rule, watched.size, watched.pruned, others, score,
+                                           **kind))
 
     def _candidates(self, watched: Watched, open_: list[int], running: Mapping[int, int]) -> dict:
         """member -> (rule, score) of the open members, in order of their numbers; the first rule that fits counts."""
@@ -175,7 +211,9 @@ class GroupPruner:
     def _rules(self) -> dict:
         """Settings that give an outcome its meaning: scores and false prunes of other rules prove nothing here."""
         return {"null_prob": self.prune.resolved.null_prob, "finish_after": self.prune.finish_group_after,
-                "budget": self.budget}
+                "budget": self.budget,
+                "loops": [self.prune.repetition.min_span, self.prune.repetition.max_pattern_size,
+                          self.prune.repetition.max_surprisal]}
 
     def restore(self, state: dict) -> None:
         """Go on from `to_state()` of an earlier run. Raises ValueError when it is damaged, or of other rules."""

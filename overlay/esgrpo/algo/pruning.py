@@ -2,8 +2,9 @@
 
 A score lies in [0, 1]; `esgrpo.algo.audit` decides which scores are acted on. "False prune", per rule:
 
-    resolved  the response differs in correctness from the members that had finished when it became a candidate
-    enough    the response is correct (a late bloomer)
+    resolved    the response differs in correctness from the members that had finished when it became a candidate
+    enough      the response is correct (a late bloomer)
+    repetition  the response ended by itself within the budget
 """
 
 from __future__ import annotations

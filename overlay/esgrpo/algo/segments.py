@@ -8,7 +8,7 @@ ceil(k / tokens_per_step) steps from now: the wheel is asked once a step and tou
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from esgrpo.config import Repetition, Segment
 
 CONTINUE, PRUNE, YIELD = "continue", "prune", "yield"
 SHORT, BODY, TAIL = "short", "body", "tail"  # length classes
+REPETITION = "repetition"  # the rule for loops
 ASKED_GROUPS_KEPT = 4096  # a finish may overtake the attempt that it is for; groups are short-lived
 GROUP_LENGTHS_KEPT = 4096  # a group may be between two attempts when it is told its segment length
 UNKNOWN_VERSION = -1  # tokens made before the first weight sync told the engine its version
@@ -56,30 +57,45 @@ def next_multiple(done: int, length: int) -> int:
     return (done // length + 1) * length
 
 
-def repeats(tokens: Sequence[int], rule: Repetition) -> bool:
-    """True when the tail of `tokens` is one pattern at least `min_count` times.
+def repeats(tokens: Sequence[int], span: int, longest: int) -> bool:
+    """True when the last `span` tokens are one pattern of at most `longest` tokens, over and over; span >= 2 * longest.
 
-    The rule of vLLM's RepetitionDetectionParams (vllm.v1.core.sched.utils.check_sequence_repetition), which looks at
-    every token; here it is asked every `check_interval` tokens. Only distances at which the last token stood before
-    can be periods: they are found by list.index, and each is verified by one slice comparison.
+    Only distances at which the last token stood before can be periods. The smallest period of the last 2 * longest
+    tokens is the only one to try on the whole span: a period q of the span is one of theirs, too, so by Fine and Wilf
+    (1965) the smallest, p, divides q, and what has period q with p-periodic patterns has period p.
     """
     length = len(tokens)
-    longest = min(rule.max_pattern_size, length // rule.min_count)
-    if longest < rule.min_pattern_size:
+    if length < span:
         return False
-    last = tokens[-1]
-    before = list(tokens[length - 1 - longest:length - 1])
+    tail = tokens[length - 2 * longest:]
+    before = list(tail[longest - 1:-1])
     before.reverse()  # before[i] stands i + 1 tokens before the last one
-    period = rule.min_pattern_size - 1
-    for _ in range(before.count(last)):
-        try:
-            period = before.index(last, period) + 1
-        except ValueError:  # the others are nearer than min_pattern_size
-            return False
-        span = period * rule.min_count
-        if tokens[length - span + period:] == tokens[length - span:length - period]:
-            return True
+    period = 0
+    for _ in range(before.count(tail[-1])):
+        period = before.index(tail[-1], period) + 1
+        if tail[period:] == tail[:-period]:
+            return tokens[length - span + period:] == tokens[length - span:length - period]
     return False
+
+
+# What is known of a response at a look: its tokens, the sum of their log-probs, and how many of them have a log-prob.
+# The last two count from the start of the present attempt, so those of earlier attempts are negative.
+Mark = tuple[int, float, int]
+
+
+def surprisal(rule: Repetition, tokens: Sequence[int], mark: Mark, now: Mark) -> float | None:
+    """Mean surprisal (nats per token) of the tokens since `mark` if they prove a loop, else None.
+
+    `tokens` end with the newest one and reach back to `mark` at least. Where a token has no log-prob (log-probs off,
+    or rows that an engine leaves out under speculative decoding) nothing is proven.
+    """
+    span = now[0] - mark[0]
+    if span < rule.min_span or now[2] - mark[2] != span:
+        return None
+    mean = (mark[1] - now[1]) / span
+    # in this order, because it is the log-probs that nearly all looks end at; NaN is no proof
+    proven = mean <= rule.max_surprisal and repeats(tokens, span, rule.max_pattern_size)
+    return max(mean, 0.0) if proven else None  # sums of zeros may be rounded
 
 
 @dataclass(frozen=True)
@@ -89,7 +105,7 @@ class Decision:
 
 
 # Made once: a look takes a few microseconds, and making a frozen dataclass is one of them.
-GO_ON, LOOP = Decision(CONTINUE), Decision(PRUNE, "repetition")
+GO_ON, LOOP, HELD_LOOP = Decision(CONTINUE), Decision(PRUNE, REPETITION), Decision(YIELD, REPETITION)
 BOUNDARY, MOVE = Decision(YIELD, "boundary"), Decision(YIELD, "move")
 
 
@@ -110,6 +126,9 @@ class Tracked:
     spanned: int = 0  # tokens of this attempt already in `spans`
     kv_version: int | None = None  # version of the oldest KV that its next token reads; None: of the present version
     preemptions: int = 0  # when kv_version was set
+    marks: deque[Mark] = field(default_factory=deque)  # of looks for loops, oldest first: as far as a proof reaches
+    earlier: list[int] = field(default_factory=list)  # last tokens of earlier attempts, as far as the marks reach
+    surprisal: float | None = None  # of a proven loop
 
 
 class SegmentBook:
@@ -132,15 +151,28 @@ class SegmentBook:
         self._wheel = BoundaryWheel(tokens_per_step)
         self._length = settings.segment_length
         self._decides, self._yields = settings.enable, settings.boundary == "yield"
+        self._loop = HELD_LOOP if settings.audited else LOOP  # the audit's coin is tossed where the response comes from
 
     def add(self, key: Hashable, group: str, member: int, done_before: int, length_class: str = BODY,
-            move: bool = False) -> None:
+            move: bool = False, exempt: bool = False, marks: Sequence[Mark] = (), earlier: Sequence[int] = ()) -> None:
+        """Track one attempt. `exempt`: the rule for loops has been let off.
+
+        `marks` are what `carried_marks` gave at the end of the attempt before, `earlier` are the tokens before this
+        attempt, of which the newest are needed.
+        """
         repetition = self.settings.prune.repetition
         if self._lengths.get(group, (0, False))[1]:  # told while this attempt was on its way
             length_class = TAIL
         item = Tracked(group, member, done_before, length_class, move,
                        self._boundary_after(done_before, group, length_class),
-                       next_multiple(done_before, repetition.check_interval) if repetition.enable else None)
+                       next_multiple(done_before, repetition.check_interval)
+                       if repetition.enable and not exempt else None)
+        if item.next_repetition is not None:
+            reach = done_before - marks[0][0] if marks else 0
+            if 0 < reach <= len(earlier):
+                item.marks.extend(tuple(mark) for mark in marks)
+                item.earlier = list(earlier[len(earlier) - reach:])
+            item.marks.append((done_before, 0.0, 0))
         self.tracked[key] = item
         self._groups.setdefault(group, set()).add(key)
         rule = self._asked.get(group, {}).get(member)
@@ -173,16 +205,19 @@ class SegmentBook:
                 due.append(key)
         return due
 
-    def look(self, key: Hashable, tokens: Sequence[int]) -> Decision:
-        """Evaluate a response whose attempt has made `tokens` so far, and schedule the next look."""
+    def look(self, key: Hashable, tokens: Sequence[int], logprobs: tuple[float, int] = (0.0, 0)) -> Decision:
+        """Evaluate a response whose attempt has made `tokens` so far, and schedule the next look.
+
+        `logprobs`: sum of the log-probs of these tokens (nats), and how many of them have one.
+        """
         item = self.tracked[key]
         count = len(tokens)
         total = item.done_before + count
         decision = GO_ON
         if item.next_repetition is not None and total >= item.next_repetition:
             item.next_repetition = next_multiple(total, self.settings.prune.repetition.check_interval)
-            if repeats(tokens, self.settings.prune.repetition):
-                decision = LOOP
+            if self._proves_loop(item, tokens, (total, *logprobs)):
+                decision = self._loop
         if item.next_boundary is not None and total >= item.next_boundary:
             item.boundaries += 1
             item.next_boundary = self._boundary_after(total, item.group, item.length_class)
@@ -191,6 +226,34 @@ class SegmentBook:
         if decision is GO_ON:
             self._plan(key, item, count)
         return decision
+
+    def _proves_loop(self, item: Tracked, tokens: Sequence[int], now: Mark) -> bool:
+        """Looks at all tokens since the newest mark that lies at least `min_span` tokens back."""
+        rule, marks = self.settings.prune.repetition, item.marks
+        newest = now[0] - rule.min_span
+        while len(marks) > 1 and marks[1][0] <= newest:
+            marks.popleft()
+        mark = marks[0]
+        marks.append(now)
+        if mark[0] > newest:
+            return False
+        missing = now[0] - mark[0] - len(tokens)
+        if missing > 0:  # they lie in earlier attempts
+            tokens = [*item.earlier[len(item.earlier) - missing:], *tokens]
+        item.surprisal = surprisal(rule, tokens, mark, now)
+        return item.surprisal is not None
+
+    def carried_marks(self, item: Tracked, count: int, logprobs: tuple[float, int]) -> list[list]:
+        """What the next attempt of a response needs so that a loop is proven across attempts; plain lists.
+
+        `count` tokens were made in this attempt, `logprobs` as in `look`.
+        """
+        total = item.done_before + count
+        newest = total - self.settings.prune.repetition.min_span
+        marks = [mark for mark in item.marks if mark[0] < total]
+        while len(marks) > 1 and marks[1][0] <= newest:
+            del marks[0]
+        return [[at, summed - logprobs[0], rows - logprobs[1]] for at, summed, rows in marks]
 
     def _at_boundary(self, item: Tracked) -> Decision:
         if item.length_class == TAIL and item.move:

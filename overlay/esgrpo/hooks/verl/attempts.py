@@ -8,16 +8,19 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from esgrpo import config, records
-from esgrpo.algo.segments import BODY, TAIL
+from esgrpo.algo.segments import BODY, REPETITION, TAIL, YIELD
 
 PAYLOAD = "esgrpo"
 STATE = "esgrpo_member"  # key in extra_fields under which an interrupted response carries its member
 ABORTED = ("aborted", "abort")
 
 current: contextvars.ContextVar[Member | None] = contextvars.ContextVar("esgrpo_member", default=None)
+# what decides about a proven loop that an engine has handed back: called with its member
+judge: contextvars.ContextVar[Callable[[Member], None] | None] = contextvars.ContextVar("esgrpo_judge", default=None)
 
 
 @dataclass
@@ -43,6 +46,9 @@ class Member:
     length_class: str = ""  # set when the group moves it; empty: the forecast's
     score: float | None = None  # with acc, under v1 only, where nothing but the TransferQueue gets the row
     prompt: str | None = None  # key of its content
+    exempt: bool = False  # the rule for loops has been let off
+    marks: list[list] = field(default_factory=list)  # of its looks for loops: esgrpo.algo.segments.Mark
+    surprisal: float | None = None  # of the loop that it was proven to be, nats per token
     version: int | None = None  # set where no attempt lives through a weight sync: all its tokens are of this version
 
     @classmethod
@@ -62,8 +68,10 @@ class Member:
         """
         routing = config.current().routing
         length_class = self.length_class or (self.forecast or {}).get("length_class", BODY)
+        loops = {**({"exempt": True} if self.exempt or self.decision else {}),
+                 **({"marks": self.marks} if self.marks else {})}
         return {"group": self.group, "member": self.number, "done_before": self.tokens, "length_class": length_class,
-                "move": routing.enable and routing.tail_share > 0 and config.facts()["replicas"] > 1
+                **loops, "move": routing.enable and routing.tail_share > 0 and config.facts()["replicas"] > 1
                 and length_class != TAIL}
 
     def record(self, output, prompt_tokens: int) -> None:
@@ -76,6 +84,8 @@ class Member:
         self.attempts += 1
         self.tokens += count
         self._stayed(payload, count)
+        self.marks = (payload or {}).get("marks", [])
+        self.surprisal = (payload or {}).get("surprisal")
         if payload is None:  # aborted by a weight sync: the server's version made all of them
             version = fields.get("global_steps")
             spans, self.outcome, self.rule = [[-1 if version is None else version, count]], "abort", ""
@@ -97,6 +107,11 @@ class Member:
             output.stop_reason = "pruned"
         elif self.outcome == "yield":
             output.stop_reason = "segment"
+
+    @property
+    def is_held_loop(self) -> bool:
+        """An engine has handed it back as a proven loop, and nobody has decided about it."""
+        return (self.outcome, self.rule) == (YIELD, REPETITION) and not self.exempt and not self.doomed
 
     def _stayed(self, payload: dict | None, count: int) -> None:
         """Where the attempt was; vLLM says nothing of one that it aborts, so that its replica is not known."""

@@ -38,6 +38,8 @@ def build(original):
 async def generate_member(original, client, member, args, kwargs):
     import inspect
 
+    from esgrpo.hooks.verl import attempts
+
     bound = inspect.signature(original).bind(client, *args, **kwargs)
     prompt = list(bound.arguments["prompt_ids"])
     parameters = dict(bound.arguments["sampling_params"])
@@ -56,6 +58,8 @@ async def generate_member(original, client, member, args, kwargs):
         total = output if total is None else _joined(total, output)
         if total.stop_reason != "segment" or len(total.token_ids) >= budget:
             return total
+        if member.is_held_loop:
+            attempts.judge.get()(member)
         if member.doomed:  # since it left the engine: nobody there can hear of it
             member.outcome, member.rule, total.stop_reason = "prune", member.decision["rule"], "pruned"
             return total

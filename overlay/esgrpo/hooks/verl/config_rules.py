@@ -84,6 +84,8 @@ def _rules(config, found: Plan, features: frozenset[str]):
             _refuse("algorithm.adv_estimator", estimator, "grpo or grpo_segment with pruning on",
                     f"set it, or switch {PREFIX}.prune off")
     yield from _pruning(config, segment)
+    if segment.enable and segment.prune.repetition.enable:
+        yield from _loops(config, segment)
     if "v1" in features:
         yield from _v1(config, features)
     if features & {"pois", "sais"}:
@@ -128,7 +130,7 @@ def _pruning(config, segment: Segment):
     """What weights for pruned rows need: a fixed denominator and a loss that is proportional to the advantage."""
     actor = config.actor_rollout_ref.actor
     legacy = "compute_prox_log_prob" in (config.get("async_training") or {})  # verl 0.7.0
-    if legacy and segment.weighted:
+    if legacy and segment.audited:
         _refuse(f"{PREFIX}.prune.audit.enable", True, "False with verl 0.7.0", "its agent loops ask no replica for "
                 "progress and its estimator gets no weights: switch the rules off, or use verl 0.9.1")
     if not segment.weighted:
@@ -148,6 +150,21 @@ def _pruning(config, segment: Segment):
     if config.algorithm.get("norm_adv_by_std_in_grpo", True):
         yield ("algorithm.norm_adv_by_std_in_grpo: the estimated standard deviation of a pruned group leaves a bias "
                "(python -m bench.estimator_bias measures it); False has none")
+
+
+def _loops(config, segment: Segment):
+    """A loop is proven by the log-probs of its tokens, which verl asks its engines for only if it is told to."""
+    rule, rollout = segment.prune.repetition, config.actor_rollout_ref.rollout
+    if not rollout.calculate_log_probs:
+        rollout.calculate_log_probs = True
+        yield (f"actor_rollout_ref.rollout.calculate_log_probs: False -> True, because {PREFIX}.prune.repetition "
+               "proves a loop by the log-probs of its tokens")
+    if not segment.prune.audit.enable:
+        yield (f"{PREFIX}.prune.repetition: nothing measures how many loops would have ended by themselves; "
+               "prune.audit.enable=True exempts some of them by a coin (not with verl 0.7.0)")
+    if rule.min_span > config.data.max_response_length:
+        yield (f"{PREFIX}.prune.repetition: no loop will be found, because min_span = {rule.min_span} is more than "
+               f"data.max_response_length = {config.data.max_response_length}")
 
 
 def _sampler(config):

@@ -1,7 +1,7 @@
 """Group rules in an agent-loop worker: tells the pruner of endings, asks replicas for progress, carries verdicts out.
 
-Called by `group_members`. Nothing happens without audited group rules, and nothing where rewards are not computed in
-the agent loop: no rule can judge a group without them.
+Called by `group_members`. Nothing happens without audited rules, and nothing where rewards are not computed in the
+agent loop: no rule can judge a group without them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pruner_of(worker):
 
     if not hasattr(worker, "esgrpo_pruner"):
         settings = config.current()
-        worker.esgrpo_pruner = _make(worker, settings) if settings.weighted else None
+        worker.esgrpo_pruner = _make(worker, settings) if settings.audited else None
     return worker.esgrpo_pruner
 
 
@@ -122,14 +122,25 @@ async def checkpoint(worker, group: str) -> None:
     running = {number: running[number] for number, member in members.items() if member and not member.sealed}
     doomed: dict[str, list[int]] = {}
     for number, decided in pruner.checkpoint(group, running).items():
-        verdict = decided.verdict
-        members[number].decision = {
-            "rule": verdict.rule, "prune": verdict.prune, "keep_probability": verdict.pi, "reason": verdict.reason,
-            "tokens": decided.tokens, "pivot": decided.pivot}
-        if verdict.prune:
-            doomed.setdefault(verdict.rule, []).append(number)
+        members[number].decision = _plain(decided)
+        if decided.verdict.prune:
+            doomed.setdefault(decided.verdict.rule, []).append(number)
     for rule, numbers in doomed.items():
         await group_members.finish_members(group, numbers, rule, servers)
+
+
+def _plain(decided) -> dict:
+    verdict = decided.verdict
+    return {"rule": verdict.rule, "prune": verdict.prune, "keep_probability": decided.keep_probability,
+            "reason": verdict.reason, "tokens": decided.tokens, "pivot": decided.pivot}
+
+
+def judge_loop(worker, member) -> None:
+    """An engine has handed a proven loop back, for the coin: it is doomed, or goes on and is looked at no more."""
+    decided = pruner_of(worker).loop(member.group, member.number, member.tokens, member.surprisal)
+    if decided is not None:
+        member.decision = _plain(decided)
+    member.exempt = not member.doomed
 
 
 async def progress(servers, group: str) -> dict[int, int]:

@@ -81,12 +81,14 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None, 
     worker.esgrpo_members[group, number] = member
     group_decisions.watch(worker, member, size)
     token = attempts.current.set(member)
+    judge = attempts.judge.set(functools.partial(group_decisions.judge_loop, worker))
     outcome, output = FAILED, None
     try:
         output = await original(worker, *args, **kwargs)
         outcome = PRUNED if member.doomed or member.outcome == "prune" else FINISHED
     finally:
         attempts.current.reset(token)
+        attempts.judge.reset(judge)
         del worker.esgrpo_members[group, number]
         coordinator.leave(group, number, outcome)
         group_decisions.ended(worker, member, output)

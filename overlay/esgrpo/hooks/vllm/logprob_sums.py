@@ -1,8 +1,10 @@
-"""Sums of sampled log-probs per request, one vectorised operation a step."""
+"""Sums of sampled log-probs per request, and of how many tokens they are: vectorised operations, once a step."""
 
 from __future__ import annotations
 
 import numpy as np
+
+NOTHING = (0.0, 0)  # sum of no tokens
 
 
 def _columns(logprobs):
@@ -19,7 +21,9 @@ class LogprobSums:
     def __init__(self):
         self._order: list[str] = []
         self._sums = np.zeros(0)
-        self._parked: dict[str, float] = {}  # preempted: in no batch now, may come back
+        self._rows = np.zeros(0, dtype=np.int64)  # tokens in each sum
+        self._places: dict[str, int] = {}  # id -> place in _order: the runner's own map, made anew every step
+        self._parked: dict[str, tuple[float, int]] = {}  # preempted: in no batch now, may come back
         self._late: dict[str, int] = {}  # scheduled tokens whose rows are still to come, and will be dropped
         self.several: dict[str, int] = {}  # ids with more than one token in the last step -> how many
         self._last_step: tuple | None = None  # of that step: sums before it, rows, first row and number of rows of each
@@ -43,11 +47,14 @@ class LogprobSums:
             return reached
         if output.req_ids != self._order:
             self._reorder(list(output.req_ids), alive)
+        self._places = output.req_id_to_index
         rows, starts = _columns(logprobs)
         if starts is None and total == len(sampled) == len(rows):  # without starts nobody has more than one
             self._sums += rows
+            self._rows += 1
             if late:  # of a request that lives on
                 self._sums[late] -= rows[late]
+                self._rows[late] -= 1
         else:  # speculative decoding, or prefill chunks that sampled nothing
             self._note_several(output, late)
             counts = np.fromiter(map(len, sampled), dtype=np.int64, count=len(sampled))
@@ -60,6 +67,7 @@ class LogprobSums:
             row = np.arange(counts.sum()) + (starts - np.cumsum(counts) + counts)[owner]
             self._last_step = self._sums, rows, starts, counts
             self._sums = self._sums + np.bincount(owner, weights=rows[row], minlength=len(counts))
+            self._rows += counts
         return reached
 
     def _note_several(self, output, late: list[int]) -> None:
@@ -83,6 +91,7 @@ class LogprobSums:
             place = self._order.index(key)
             first, count = int(starts[place]), min(kept, int(counts[place]))
             self._sums[place] = before[place] + rows[first:first + count].sum(dtype=np.float64)
+            self._rows[place] += count - int(counts[place])
         return made - kept
 
     def ended(self, key: str, in_flight: int) -> None:
@@ -103,18 +112,31 @@ class LogprobSums:
         return [output.req_id_to_index[key] for key in late]
 
     def _reorder(self, order: list[str], alive) -> None:
-        known = {**self._parked, **dict(zip(self._order, self._sums.tolist(), strict=True))}
-        self._sums = np.fromiter((known.pop(key, 0.0) for key in order), dtype=np.float64, count=len(order))
+        known = {**self._parked, **dict(zip(self._order, zip(self._sums.tolist(), self._rows.tolist(), strict=True),
+                                            strict=True))}
+        entries = [known.pop(key, NOTHING) for key in order]
+        self._sums = np.fromiter((entry[0] for entry in entries), dtype=np.float64, count=len(order))
+        self._rows = np.fromiter((entry[1] for entry in entries), dtype=np.int64, count=len(order))
         self._order = order
         self._parked = {key: value for key, value in known.items() if key in alive}
+
+    def of(self, key: str) -> tuple[float, int]:
+        """Sum of a request so far, and how many tokens it is the sum of: fewer than were made where rows are missing.
+
+        Of a request that has not ended: upstream may trim what was sampled beyond an end.
+        """
+        if key in self._parked:
+            return self._parked[key]
+        place = self._places.get(key)
+        return NOTHING if place is None else (float(self._sums[place]), int(self._rows[place]))
 
     def pop(self, key: str) -> float:
         """The sum of an ended request; it is forgotten at the next change of the batch."""
         if key in self._parked:
-            return self._parked.pop(key)
-        try:
-            index = self._order.index(key)
-        except ValueError:
+            return self._parked.pop(key)[0]
+        place = self._places.get(key)
+        if place is None:
             return 0.0
-        value, self._sums[index] = float(self._sums[index]), 0.0
+        value = float(self._sums[place])
+        self._sums[place], self._rows[place] = NOTHING
         return value

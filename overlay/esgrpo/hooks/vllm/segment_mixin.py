@@ -14,12 +14,12 @@ import time
 from collections import Counter, deque
 
 from esgrpo.algo.accounting import Occupancy
-from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
+from esgrpo.algo.segments import CONTINUE, PRUNE, YIELD, SegmentBook
 
 PAYLOAD = "esgrpo"  # key in kv_transfer_params, the dict that vLLM carries from scheduler to RequestOutput
-STOP_REASON = {PRUNE: "pruned", "yield": "segment"}
-FIELDS = {"group": "group", "member": "member", "done_before": "done_before", "length_class": "length_class",
-          "move": "move"}  # what a client may say about an attempt -> argument of SegmentBook.add
+STOP_REASON = {PRUNE: "pruned", YIELD: "segment"}
+# what a client may say about an attempt -> argument of SegmentBook.add
+FIELDS = {name: name for name in ("group", "member", "done_before", "length_class", "move", "exempt", "marks")}
 
 
 @functools.cache
@@ -63,8 +63,9 @@ class SegmentMixin:
         parameters = request.sampling_params
         fields = parameters is not None and (parameters.extra_args or {}).get("segment")
         if fields:
-            self.segment_book.add(request.request_id, **{known: fields[name] for name, known in FIELDS.items()
-                                                         if name in fields})
+            earlier = request.prompt_token_ids if fields.get("marks") else None
+            self.segment_book.add(request.request_id, earlier=earlier or (), **{
+                known: fields[name] for name, known in FIELDS.items() if name in fields})
 
     def schedule(self, *args, **kwargs):
         output = super().schedule(*args, **kwargs)
@@ -134,7 +135,7 @@ class SegmentMixin:
             request = self.requests.get(key)
             if request is None or key not in self.segment_book.tracked:
                 continue
-            decision = self.segment_book.look(key, request._output_token_ids)
+            decision = self.segment_book.look(key, request._output_token_ids, self.segment_logprobs.of(key))
             if decision.outcome != CONTINUE:
                 endings[key] = decision.outcome, decision.rule
         for key, rule in self.segment_book.take_pending().items():
@@ -183,9 +184,12 @@ class SegmentMixin:
         if item is None:
             return None
         self.segment_outcomes[f"{outcome}/{rule}" if rule else outcome] += 1
+        marks = self.segment_book.carried_marks(item, request.num_output_tokens, self.segment_logprobs.of(
+            request.request_id)) if outcome == YIELD else []
         return {"outcome": outcome, "rule": rule, "spans": item.spans, "boundaries": item.boundaries,
                 "replica": self.segment_replica, "arrived": request.arrival_time,
-                "logprob_sum": self.segment_logprobs.pop(request.request_id)}
+                "logprob_sum": self.segment_logprobs.pop(request.request_id), "marks": marks,
+                "surprisal": item.surprisal}
 
     # Control plane, called by the EngineCore utilities between two steps.
 
