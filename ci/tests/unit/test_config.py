@@ -261,13 +261,13 @@ def test_a_pattern_stands_at_least_twice_in_a_loop():
     ({"repetition": {"enable": True}, "audit": {"enable": True}}, True, True),
     # a loop whose row is trained takes nothing out of the batch
     ({"repetition": {"enable": True, "keep_row": True}, "audit": {"enable": True}}, True, False),
-    ({"repetition": {"enable": True, "keep_row": True}, "audit": {"enable": True}, "hopeless": True}, True, True),
-    ({"audit": {"enable": True}}, False, False),
+    ({"repetition": {"enable": True, "keep_row": True}, "audit": {"enable": True}, "resolved": {"enable": True}}, True,
+     True),
 ])
 def test_the_audit_has_the_loops_where_it_is_on(prune, audited, weighted):
     segment = parse({"enable": True, "prune": prune})
     assert (segment.audited, segment.weighted) == (audited, weighted)
-    off = parse({"prune": prune})
+    off = config.Segment(prune=segment.prune)  # segment.enable is the main switch
     assert not off.audited and not off.weighted
 
 

@@ -114,7 +114,7 @@ def test_throughput_is_per_device_second(monkeypatch):
 
 
 def test_a_proven_loop_can_stay_as_a_shortened_sample(monkeypatch):
-    monkeypatch.setenv(config.ENV_SEGMENT, '{"prune": {"repetition": {"keep_row": true}}}')
+    monkeypatch.setenv(config.ENV_SEGMENT, '{"enable": true, "prune": {"repetition": {"enable": true, "keep_row": true}}}')
     loop, straggler, kept = agent_row("g", "prune"), agent_row("g", "prune"), agent_row("g")
     loop.extra_fields["esgrpo"]["rule"], straggler.extra_fields["esgrpo"]["rule"] = "repetition", "group"
     mask_pruned([loop, straggler, kept])

@@ -20,6 +20,7 @@ class Finished:
     tokens: int
     correct: bool
     score: float
+    capped: bool = False  # ended by the budget
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ def _finished(worker, member, output):
     if score is None:
         return None
     correct = is_correct(score, acc, config.current().success_threshold)
-    return Finished(member.tokens, correct, float(score))
+    capped = member.tokens >= worker.rollout_config.response_length
+    return Finished(member.tokens, correct, float(score), capped)
 
 
 def reward_of(output) -> tuple:
