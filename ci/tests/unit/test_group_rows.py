@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from types import SimpleNamespace
 
@@ -114,7 +115,8 @@ def test_throughput_is_per_device_second(monkeypatch):
 
 
 def test_a_proven_loop_can_stay_as_a_shortened_sample(monkeypatch):
-    monkeypatch.setenv(config.ENV_SEGMENT, '{"enable": true, "prune": {"repetition": {"enable": true, "keep_row": true}}}')
+    loops = {"enable": True, "prune": {"repetition": {"enable": True, "keep_row": True}}}
+    monkeypatch.setenv(config.ENV_SEGMENT, json.dumps(loops))
     loop, straggler, kept = agent_row("g", "prune"), agent_row("g", "prune"), agent_row("g")
     loop.extra_fields["esgrpo"]["rule"], straggler.extra_fields["esgrpo"]["rule"] = "repetition", "group"
     mask_pruned([loop, straggler, kept])
