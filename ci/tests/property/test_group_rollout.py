@@ -194,6 +194,9 @@ LOOPS = {"check_interval": 4, "max_pattern_size": 2, "min_span": 8}
 def cases(draw):
     n = draw(st.integers(1, 5))
     member = st.tuples(st.integers(0, 70), st.sampled_from([2, 1000]))
+    prune = {"finish_group_after": draw(st.integers(0, 3)), "repetition": {"enable": draw(st.booleans()), **LOOPS}}
+    if prune["finish_group_after"] or prune["repetition"]["enable"]:  # an audit of nothing is refused
+        prune["audit"] = STRICT
     names = [f"g{i}" for i in range(draw(st.integers(1, 3)))]
     return {
         "n": n, "seed": draw(st.integers(0, 10**6)), "replicas": draw(st.integers(1, 3)),
@@ -202,8 +205,7 @@ def cases(draw):
         "syncs": draw(st.dictionaries(st.integers(1, 60), st.booleans(), max_size=6)),  # step -> requests are kept
         "values": {"enable": True, "segment_length": draw(st.integers(2, 30)),
                    "boundary": draw(st.sampled_from(["soft", "yield"])),
-                   "prune": {"finish_group_after": draw(st.integers(0, 3)),
-                             "audit": STRICT, "repetition": {"enable": draw(st.booleans()), **LOOPS}}},
+                   "prune": prune},
     }
 
 
