@@ -29,7 +29,10 @@ def run(arguments) -> int:
     if unknown:
         raise EsgrpoError("ESGRPO_DISABLE", ",".join(sorted(unknown)), "slugs that `esgrpo status` lists",
                           "nothing was started", "correct the name")
+    from esgrpo import guard
+
     _check_overrides(command)
+    guard.check_command(command)
     environment = dict(os.environ, ESGRPO_ENABLE="1", ESGRPO_PREFIX=sys.prefix)
     if not _loads_by_itself():
         others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != OVERLAY]
@@ -80,14 +83,27 @@ def _loads_by_itself() -> bool:
     return True
 
 
-def _static_states() -> list[dict]:
-    """What would happen here, from the sources on disk; imports no upstream."""
+def _every_feature() -> frozenset[str]:
+    """All but those that a platform switches on: what is made for another machine is not needed on this one."""
     from esgrpo import engine
 
+    every = {name for record in engine.load_hooks().values() for name in record.hook.features}
+    return frozenset(every - set(engine.PLATFORMS.values())) | engine.active_features()
+
+
+def _static_states() -> list[dict]:
+    """What would happen here, from the sources on disk; imports no upstream. A drift shows whatever is on."""
+    from esgrpo import engine
+
+    every = _every_feature()
     rows = []
     for record in engine.load_hooks().values():
         hook = record.hook
         state, detail, found = engine.check(hook)
+        if state is engine.State.NOT_NEEDED:
+            on = engine.check(hook, features=every)
+            if on[0] not in engine.ACCEPTED | {engine.State.PENDING}:
+                state, detail, found = on[0], f"{on[1]} ({detail})", on[2]
         if state is engine.State.PENDING:
             detail = detail or "applies when its target is imported"
         rows.append({"slug": hook.slug, "state": state.value, "upstream": hook.upstream,
@@ -114,6 +130,9 @@ def _run_states(directory: str) -> list[dict]:
 
 
 def status(arguments) -> int:
+    """Exit code by the worst state."""
+    from esgrpo import engine
+
     if arguments.books:
         if arguments.run_dir is None:
             raise EsgrpoError("status --books", "no RUN_DIR", "esgrpo status RUN_DIR --books", "nothing to settle",
@@ -129,7 +148,8 @@ def status(arguments) -> int:
             _print_table([["HOOK", "STATE", "UPSTREAM", "REASON"]]
                          + [[r["slug"], r["state"], f"{r['upstream']} {r['version']}".strip(), r["reason"]]
                             for r in rows])
-        return 0
+        fine = {state.value for state in engine.ACCEPTED | {engine.State.PENDING}}
+        return 0 if all(r["state"] in fine for r in rows) else 1
     reports = _run_states(arguments.run_dir)
     if arguments.json:
         print(json.dumps(reports, indent=2))
@@ -137,8 +157,6 @@ def status(arguments) -> int:
         _print_table([["PROCESS", "HOST", "PID", "HOOK", "STATE", "REASON"]]
                      + [[r["process"], r["host"], str(r["pid"]), h["slug"], h["state"], h["detail"]]
                         for r in reports for h in r["hooks"]])
-    from esgrpo import engine
-
     return 1 if any(engine.not_in_place(r["hooks"]) for r in reports) else 0
 
 
@@ -203,7 +221,10 @@ def parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("run", help="run a command with the overlay: esgrpo run -- CMD ...")
     sub.add_argument("command", nargs=argparse.REMAINDER)
     sub.set_defaults(function=run)
-    sub = commands.add_parser("status", help="states of all hooks, here or in a finished run")
+    sub = commands.add_parser("status", help="states of all hooks, here or in a finished run",
+                              description="Imports no upstream. Exit code 0: nothing would stop a strict run; 1: a "
+                                          "hook is DRIFTED, INCOMPATIBLE, FAILED, LATE, or not where a process of that "
+                                          "run needs it; 2: unusable.")
     sub.add_argument("run_dir", nargs="?", help="run directory (trainer.default_local_dir)")
     sub.add_argument("--books", action="store_true", help="do its records add up, over restarts? 0: yes, 1: no")
     sub.add_argument("--json", action="store_true")

@@ -124,9 +124,12 @@ def _compare_hook(hook, found: str | None, reference: Path, tree: Path) -> Verdi
 
 def compare_target(target: str, reference: Path, tree: Path) -> tuple[str, list[str]]:
     """State of one "module:qualname" and a few lines that show the difference."""
-    module, _, qualname = target.partition(":")
+    optional = target.endswith("?")
+    module, _, qualname = target.removesuffix("?").partition(":")
     before = _nodes(module, qualname, reference)
     after = _nodes(module, qualname, tree)
+    if optional and not before and not after:
+        return UNCHANGED, []
     if after and [fingerprint.of_node(n) for n in before] == [fingerprint.of_node(n) for n in after]:
         return UNCHANGED, []
     if after:

@@ -59,7 +59,10 @@ class Release:
 
 @dataclass(frozen=True)
 class Hook:
-    """Declaration of one behaviour. `target` and `relies_on` are "module:qualname"; all are fingerprinted."""
+    """Declaration of one behaviour. `target` and `relies_on` are "module:qualname"; all are fingerprinted.
+
+    In `relies_on`, "module:Class.__bases__" is a class without its body, and what ends in "?" may be absent.
+    """
 
     slug: str
     target: str
@@ -208,12 +211,16 @@ def has_no_place(hook: Hook, version: str) -> str:
     return ""
 
 
-def check(hook: Hook, search: list[str] | None = None) -> tuple[State, str, str]:
-    """May this hook act here? Returns (state, detail, found fingerprint); PENDING means yes."""
+def check(hook: Hook, search: list[str] | None = None,
+          features: frozenset[str] | None = None) -> tuple[State, str, str]:
+    """May this hook act here? Returns (state, detail, found fingerprint); PENDING means yes.
+
+    `features`: those of another run than this process's.
+    """
     slugs = disabled_slugs()
     if hook.slug in slugs or "*" in slugs:
         return State.DISABLED, "ESGRPO_DISABLE", ""
-    if hook.features and not active_features().intersection(hook.features):
+    if hook.features and not (active_features() if features is None else features).intersection(hook.features):
         return State.NOT_NEEDED, f"feature {'|'.join(hook.features)} is off", ""
     if not hook.releases:
         absent = hook.upstream != "python" and upstream_version(hook.upstream) is None
@@ -256,7 +263,10 @@ def cured_by(hook: Hook, search: list[str] | None = None) -> tuple[str, str]:
 
 
 def _activate(record: Record) -> None:
-    """Apply one hook where its target is loaded. Never raises: an import of upstream must not fail silently."""
+    """Apply one hook where its target is loaded. Never raises: an import of upstream must not fail silently.
+
+    Only the guard may end a driver here, in one line.
+    """
     copies = [module for module in _copies_of(record.hook.module) if module not in record.modules]
     if not copies or record.state not in (State.PENDING, State.NOT_NEEDED, State.APPLIED):
         return
@@ -269,6 +279,9 @@ def _activate(record: Record) -> None:
         record.state, record.detail = State.FAILED, f"{type(error).__name__}: {error}"
     if record.state not in FINE:
         print(boot_line([record]), file=sys.stderr, flush=True)
+        from esgrpo import guard
+
+        guard.check_import(record)
 
 
 def _apply(record: Record, module) -> None:
@@ -370,6 +383,21 @@ def report(process: str, instance=None) -> dict:
 def not_in_place(rows: list[dict]) -> list[dict]:
     """Rows of hooks that this process needs and does not have."""
     return [row for row in rows if row["needed"] and State(row["state"]) not in ACCEPTED]
+
+
+def lost_elsewhere(rows: list[dict], processes: frozenset[str]) -> list[dict]:
+    """Rows of this process's `states` that some process of these kinds needs and that no source here can give it."""
+    return [row for row in rows if not processes.isdisjoint(load_hooks()[row["slug"]].hook.process)
+            and State(row["state"]) not in ACCEPTED]
+
+
+def out_of_action(*slugs: str) -> str | None:
+    """ "slug STATE" of the first of these hooks that was switched off or lost in this process, else None."""
+    for slug in slugs:
+        state = load_hooks()[slug].state
+        if state not in FINE | {State.PENDING}:
+            return f"{slug} {state.value}"
+    return None
 
 
 def boot_line(records: list[Record] | None = None) -> str:

@@ -94,13 +94,21 @@ def convert(run_python, overlay):
 
 @pytest.mark.parametrize("release", RELEASES, indirect=True)
 def test_the_key_composes_and_converts(convert, release):
-    answer = convert(release, ESGRPO_ENABLE="1")
+    answer = convert(release, ESGRPO_ENABLE="1", ESGRPO_SEGMENT="{}")
     segment = {"enable": True, "segment_length": 1024, "prune": {"repetition": {"enable": True}}}
     assert answer.get("error") is None and answer["composed"]
     assert answer["segment"] == answer["get"] == answer["pickled"] == segment
     assert answer["name"] == "verl.workers.config.rollout:RolloutConfig" and answer["same"]
     assert answer["plain"] is None  # a config without the key converts as before
     assert answer["row"]["state"] == "APPLIED" and answer["row"]["version"] == release[0]
+
+
+@pytest.mark.parametrize("release", RELEASES, indirect=True)
+def test_a_key_that_no_driver_has_read_is_refused(convert, release):
+    """Else plain verl would train: this process has the overlay, but the run's settings never came here."""
+    assert "but no settings have reached" in convert(release, ESGRPO_ENABLE="1")["error"]
+    for way_out in ({"ESGRPO_STRICT": "0"}, {"ESGRPO_DISABLE": "driver-start,partial-driver-start"}):
+        assert convert(release, ESGRPO_ENABLE="1", **way_out).get("error") is None
 
 
 @pytest.mark.parametrize("release", RELEASES, indirect=True)

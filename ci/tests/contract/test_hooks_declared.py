@@ -55,7 +55,8 @@ def test_the_declaration_is_complete(code):
     assert set(hook.features) <= FEATURES
     assert len(hook.why) > 20 and len(hook.remove_when) > 5 and code.__doc__
     for target in (hook.target, *hook.relies_on, *hook.rebinds):
-        assert re.fullmatch(r"[\w.]+:[\w.]+", target), target
+        assert re.fullmatch(r"[\w.]+:[\w.]+\??", target), target
+    assert not hook.target.endswith("?")
     for release in hook.releases:
         sources = [*release.fingerprints.values(), *release.cured.values()]
         assert release.fingerprints and all(re.fullmatch("[0-9a-f]{16}", f) for f in sources)

@@ -41,7 +41,7 @@ from esgrpo import config as settings
 seen["segment"] = OmegaConf.to_container(config.actor_rollout_ref.rollout).get("segment")
 task_runner = main.FullyAsyncTaskRunner.__ray_metadata__.modified_class
 hooks = sys.modules.get("esgrpo.engine")
-seen["handshake"] = hooks.carries(task_runner._run_training_loop, "partial-handshake") if hooks else False
+seen["handshake"] = hooks.carries(task_runner._create_trainer, "partial-handshake") if hooks else False
 main_ppo.run_ppo(config, task_runner_class=main.FullyAsyncTaskRunner)
 """
 

@@ -61,6 +61,8 @@ def handshake(monkeypatch, hooked: bool, state: str) -> list[str]:
     made = []
 
     class Manager:
+        agent_loop_workers = ()
+
         @classmethod
         def create(cls, **_):
             made.append("agent loops")
@@ -72,7 +74,7 @@ def handshake(monkeypatch, hooked: bool, state: str) -> list[str]:
     monkeypatch.setattr(v1, "AgentLoopManagerTQ", Manager)
     monkeypatch.setattr(reports.engine, "report", lambda *_: {**own, "overlay_version": "1"})
     monkeypatch.setattr(reports, "_ask", lambda _handles: [{**answer, "overlay_version": "1"}])
-    monkeypatch.setattr(reports, "of_v1", lambda _runner: {})
+    monkeypatch.setattr(reports, "of_v1", lambda _trainer: {})
     monkeypatch.setattr(reports, "_write", lambda found: made.append(f"{len(found)} reports"))
     monkeypatch.setenv("ESGRPO_STRICT", "1")
     runner_class = main_ppo.TaskRunnerV1
@@ -106,10 +108,8 @@ def test_the_v1_task_runner_names_every_process_once():
     managers = [SimpleNamespace(get_replicas=lambda r=replica: [r]) for replica in (hybrid, alone)]
     trainer = SimpleNamespace(_rollout_server_managers=lambda: managers, get_reward_handles=lambda: None,
                               actor_rollout_wg=SimpleNamespace(workers=[shared]))
-    loops = SimpleNamespace(agent_loop_workers=["a0"])
-    handles = reports.of_v1(SimpleNamespace(trainer=trainer, agent_loop_manager=loops))
-    assert handles == {"vllm-server": ["s0", "s1"], "rollout-worker": alone.workers, "agent-loop-worker": ["a0"],
-                       "reward-loop-worker": [], "actor-worker": [shared]}
+    assert reports.of_v1(trainer) == {"vllm-server": ["s0", "s1"], "rollout-worker": alone.workers,
+                                      "reward-loop-worker": [], "actor-worker": [shared]}
 
 
 def test_every_v1_hook_waits_for_the_v1_trainers_only(monkeypatch):

@@ -73,7 +73,7 @@ def test_reprefill_counts_what_was_computed_again():
 
 @pytest.mark.parametrize("asked, stop_reason, outcome, left", [
     (False, "aborted", "abort", "aborted"), (True, "aborted", "prune", "pruned"), (True, "abort", "prune", "pruned"),
-    (True, "completed", "abort", "completed"),
+    (True, "completed", "finish", "completed"),
 ])
 def test_a_finish_that_meets_a_weight_sync(asked, stop_reason, outcome, left):
     member = attempts.Member("g", 0, decision=DOOMED if asked else None)

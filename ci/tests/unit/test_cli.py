@@ -95,6 +95,76 @@ def test_status_sees_the_features_and_the_switches(run_python, overlay):
     assert set(states(ESGRPO_DISABLE="*").values()) == {"DISABLED"}
 
 
+DRIFTS = """
+import dataclasses, sys
+from esgrpo import cli, engine
+hook = engine.load_hooks()[sys.argv[1]].hook
+release = dataclasses.replace(hook.releases[0], fingerprints={v: "0" * 16 for v in hook.releases[0].fingerprints})
+engine.load_hooks()[sys.argv[1]].hook = dataclasses.replace(hook, releases=(release,))
+sys.exit(cli.main(sys.argv[2:]))
+"""
+SEGMENT = "+actor_rollout_ref.rollout.segment"
+
+
+def lose(run_python, overlay, slug, *arguments, **options):
+    pytest.importorskip("verl")
+    pytest.importorskip("vllm")
+    return run_python("-c", DRIFTS, slug, *arguments, path=(overlay,), **options)
+
+
+@pytest.mark.parametrize("slug", ["segment-scheduler", "driver-start", "v1-carry-over"])
+def test_status_shows_a_drift_whatever_is_on(run_python, overlay, slug):
+    """A feature that is off hides nothing; what belongs to another platform is not asked for."""
+    done = lose(run_python, overlay, slug, "status", "--json", code=1)
+    rows = {row["slug"]: row for row in json.loads(done.stdout)}
+    assert rows[slug]["state"] == "DRIFTED" and rows["add-hccl-collective-group"]["state"] == "NOT_NEEDED"
+    assert [row["slug"] for row in rows.values() if row["state"] == "DRIFTED"] == [slug]
+    lose(run_python, overlay, slug, "status", code=0, ESGRPO_DISABLE=slug)
+
+
+RUN = ("run", "--", sys.executable, "-c", "print('ran')")
+
+
+@pytest.mark.parametrize("slug", ["driver-start", "segment-scheduler", "worker-handshake", "segment-config-key"])
+def test_run_refuses_a_segment_that_a_lost_hook_could_not_serve(run_python, overlay, slug):
+    on = (*RUN, f"{SEGMENT}.enable=True", "fully_async_main")
+    refused = lose(run_python, overlay, slug, *on, code=2)
+    assert refused.stdout == "" and f"esgrpo: {slug}: DRIFTED" in one_line(refused.stderr)
+    assert lose(run_python, overlay, slug, *RUN, f"{SEGMENT}.enable=False").stdout == "ran\n"
+    assert lose(run_python, overlay, slug, *RUN).stdout == "ran\n"
+    assert lose(run_python, overlay, slug, *on, ESGRPO_DISABLE=slug).stdout == "ran\n"
+    lenient = lose(run_python, overlay, slug, *on, ESGRPO_STRICT="0")
+    assert lenient.stdout == "ran\n" and f"esgrpo: {slug}: DRIFTED" in one_line(lenient.stderr)
+
+
+def test_run_asks_for_the_hooks_of_its_main_only(run_python, overlay):
+    on = (*RUN, f"{SEGMENT}.enable=True")
+    assert lose(run_python, overlay, "v1-carry-over", *on, "fully_async_main").stdout == "ran\n"
+    assert lose(run_python, overlay, "v1-carry-over", *on, "verl.trainer.main_ppo", code=2).stdout == ""
+    assert lose(run_python, overlay, "worker-handshake", *on, "my_main.py").stdout == "ran\n"  # its driver looks again
+
+
+def test_a_driver_whose_start_is_lost_ends_at_the_import():
+    """The command line names segment.*: nothing of verl runs on."""
+    from esgrpo import guard
+
+    assert guard.segment_of([f"{SEGMENT}.enable=True", f"++{SEGMENT[1:]}.prune.audit.enable=false", "a.b=1",
+                             f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary='yield'", f"~{SEGMENT[1:]}.x"]) == {
+        "enable": True, "prune": {"audit": {"enable": False}}, "segment_length": 64, "boundary": "yield"}
+    record = engine.Record(engine.load_hooks()["driver-start"].hook, None, engine.State.DRIFTED, "why")
+    before, sys.argv = sys.argv, ["main.py", f"{SEGMENT}.enable=True"]
+    try:
+        with pytest.raises(SystemExit) as refused:
+            guard.check_import(record)
+        assert str(refused.value).startswith("esgrpo: driver-start: DRIFTED: why | wanted APPLIED in the driver | ")
+        sys.argv = ["main.py", f"{SEGMENT}.enable=False"]
+        guard.check_import(record)  # negative control
+        record.state, sys.argv = engine.State.DISABLED, ["main.py", f"{SEGMENT}.enable=True"]
+        guard.check_import(record)
+    finally:
+        sys.argv = before
+
+
 def report(*states):
     return {"process": "driver", "host": "h", "pid": 1, "hooks": [
         {"slug": f"hook-{i}", "state": state, "detail": "because", "needed": True} for i, state in enumerate(states)]}

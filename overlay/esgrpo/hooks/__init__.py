@@ -51,6 +51,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.legacy_prompt_forecasts",
     "verl.legacy_prompt_outcomes",
     "verl.v1_standalone_start",
+    "verl.v1_sync_handshake",
     "verl.v1_handshake",
     "verl.v1_response_rows",
     "verl.v1_masked_rows",

@@ -86,9 +86,10 @@ class Member:
         self._stayed(payload, count)
         self.marks = (payload or {}).get("marks", [])
         self.surprisal = (payload or {}).get("surprisal")
-        if payload is None:  # aborted by a weight sync: the server's version made all of them
+        if payload is None:  # aborted by a weight sync, or no hook in the scheduler: the server's version made all
             version = fields.get("global_steps")
-            spans, self.outcome, self.rule = [[-1 if version is None else version, count]], "abort", ""
+            spans, self.rule = [[-1 if version is None else version, count]], ""
+            self.outcome = "abort" if output.stop_reason in ABORTED else "finish"
         else:
             spans, self.outcome, self.rule = payload["spans"], payload["outcome"], payload["rule"]
             self.boundaries += payload["boundaries"]

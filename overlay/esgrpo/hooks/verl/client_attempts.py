@@ -14,10 +14,11 @@ HOOK = Hook(
     why="verl's server drops CompletionOutput.stop_reason and its resuming client drops all extra_fields but four; "
         "both clients call this method once per attempt. get_client(client_cls=) would need a change in every caller",
     releases=(Release("verl", ">=0.9,<0.10", {
-        "0.9.1": "d127c063cc1f8df4", "0.9.1+resume-without-sleep": "9e06a45b6d6231ee"}),),
+        "0.9.1": "1c2e041984b3ef9e", "0.9.1+resume-without-sleep": "1d6ea437ac11d413"}),),
     remove_when="verl's client keeps stop_reason and extra_fields across attempts",
     features=("observe",),
-    relies_on=("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",),
+    relies_on=("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",
+               "verl.workers.rollout.replica:TokenOutput"),
     without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 

@@ -1,4 +1,7 @@
-"""Turns our own refusals, which come back through Ray as tracebacks, into one line and exit code 1."""
+"""Turns our own refusals, which come back through Ray as tracebacks, into one line and exit code 1.
+
+The last place before Ray starts, too: a config with `segment` that nothing has read ends here.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,25 @@ HOOK = Hook(
 
 def cause_of(error, kind):
     """The first error of this kind in the chain of causes, Ray's own included, or None."""
-    while error is not None and not isinstance(error, kind):
-        error = getattr(error, "cause", None) or error.__cause__
-    return error
+    while error is not None:
+        shipped = getattr(error, "cause", None)
+        # Ray's own error is of the kind of its cause, too, with tracebacks for a text
+        if isinstance(error, kind) and not isinstance(shipped, BaseException):
+            return error
+        error = shipped if isinstance(shipped, BaseException) else error.__cause__
+    return None
 
 
 def build(original):
     @functools.wraps(original)
     def run_ppo(*args, **kwargs):
+        import inspect
+
+        from esgrpo import guard
         from esgrpo.errors import EsgrpoError
 
         try:
+            guard.check_config(inspect.signature(original).bind(*args, **kwargs).arguments["config"])
             return original(*args, **kwargs)
         except Exception as error:
             from esgrpo.hooks.verl.driver_refusal import cause_of

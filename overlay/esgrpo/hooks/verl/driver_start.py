@@ -45,7 +45,7 @@ def build(original):
 
 def prepare(config) -> None:
     """Validate, hand the settings on in the environment, and apply what waited for the features."""
-    from esgrpo import compat, engine, records
+    from esgrpo import compat, engine, guard, records
     from esgrpo import config as settings
 
     rollout = config.actor_rollout_ref.rollout
@@ -68,6 +68,16 @@ def prepare(config) -> None:
     _reach_every_worker(config)
     engine.refresh()
     rows = engine.states("driver")
+    missing = engine.not_in_place(rows)
+    if features and not missing:  # before Ray starts; the handshake looks again, on every node
+        missing = engine.lost_elsewhere(rows, guard.V1 if v1 else guard.FULLY_ASYNC)
+    if missing:
+        row = missing[0]
+        error = engine.HookError(row["slug"], f"{row['state']} in the driver: {row['detail']}", "APPLIED",
+                                 "strict mode stops here", f"ESGRPO_DISABLE={row['slug']} or ESGRPO_STRICT=0 goes on")
+        if engine.strict():
+            raise error
+        print(error, file=sys.stderr, flush=True)
     states = {row["state"] for row in rows if row["slug"] in ((V1_HANDSHAKE,) if v1 else HANDSHAKES)}
     state = ", ".join(sorted(states))
     if features and not states & {engine.State.APPLIED.value, engine.State.DISABLED.value} and engine.strict():
@@ -76,11 +86,6 @@ def prepare(config) -> None:
                                "python -m verl.trainer.main_ppo with trainer.use_v1=True",
                                "nothing would confirm the hooks of the workers, the run does not start",
                                "use that main, drop segment.* and the loss, or set ESGRPO_STRICT=0")
-    missing = engine.not_in_place(rows)
-    if missing and engine.strict():
-        row = missing[0]
-        raise engine.HookError(row["slug"], f"{row['state']} in the driver: {row['detail']}", "APPLIED",
-                               "strict mode stops here", f"ESGRPO_DISABLE={row['slug']} or ESGRPO_STRICT=0 goes on")
     print(engine.boot_line() + f"; features: {', '.join(sorted(features)) or 'none'}; "
           + compat.verdict(compat.installed(), compat.load()), file=sys.stderr, flush=True)
 

@@ -147,8 +147,9 @@ def judge_loop(worker, member) -> None:
 async def progress(servers, group: str) -> dict[int, int]:
     """Tokens of the whole response so far, of every member that decodes on one of the replicas."""
     from esgrpo.hooks.verl.server_calls import answers_if_any
+    from esgrpo.hooks.verl.server_control import methods
 
-    answers = await answers_if_any([server.esgrpo_progress.remote(group) for server in servers], "progress",
+    answers = await answers_if_any([call.remote(group) for call in methods(servers, "esgrpo_progress")], "progress",
                                    "nothing is pruned at this checkpoint")
     return {int(number): tokens for answer in answers for number, tokens in answer.items()}
 

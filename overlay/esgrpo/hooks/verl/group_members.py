@@ -120,8 +120,9 @@ async def servers_of(worker) -> list:
 async def finish_members(group: str, numbers: list[int], rule: str, servers: list) -> None:
     """Ask every replica to end these members with the tokens they have; a member lives on one of them."""
     from esgrpo.hooks.verl.server_calls import answers_if_any
+    from esgrpo.hooks.verl.server_control import methods
 
-    await answers_if_any([server.esgrpo_finish_group.remote(group, numbers, rule) for server in servers],
+    await answers_if_any([call.remote(group, numbers, rule) for call in methods(servers, "esgrpo_finish_group")],
                          "finish_group", "its members run to their end")
 
 

@@ -1,4 +1,4 @@
-"""Before the first rollout, the task runner asks every process for its hook states and refuses if one differs."""
+"""Before the first weight sync, the task runner asks every process for its hook states and refuses if one differs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,34 @@ from esgrpo.engine import Hook, Release
 
 HOOK = Hook(
     slug="worker-handshake",
-    target="verl.experimental.fully_async_policy.fully_async_main:FullyAsyncTaskRunner._run_training_loop",
+    target="verl.experimental.fully_async_policy.fully_async_main:FullyAsyncTaskRunner._create_rollouter",
     process=("task-runner",),
     kind="wrap",
     why="a hook can reach the driver and be lost in a Ray worker or in the spawned EngineCore without an error; this "
-        "is the last point before the first rollout at which every process exists",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "05a5d26f80f8c899"}),),
+        "is where the last of them has come up. verl's first weight sync comes before its training loop, and already "
+        "calls into the engine",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "920d776dc6f76fd5"}),),
     remove_when="never: it checks the overlay itself",
+    relies_on=("verl.experimental.fully_async_policy.fully_async_main:FullyAsyncTaskRunner.run",
+               "verl.experimental.fully_async_policy.fully_async_main:FullyAsyncTaskRunner._initialize_components"),
     without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
 
 def build(original):
     @functools.wraps(original)
-    def _run_training_loop(self):
+    def create_last(self, *args, **kwargs):
         from esgrpo.hooks.verl import reports
 
+        result = original(self, *args, **kwargs)
         reports.collect_and_check(self)
-        result = original(self)
-        reports.flush_records(self)
+        loop = self._run_training_loop
+
+        def _run_training_loop():
+            loop()
+            reports.flush_records(self)
+
+        self._run_training_loop = _run_training_loop  # shadows the method on this one instance
         return result
 
-    return _run_training_loop
+    return create_last

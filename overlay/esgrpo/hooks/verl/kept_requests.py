@@ -63,10 +63,13 @@ def reason_to_abort(server, reject_request: bool = False) -> str | None:
     """Why this server's requests cannot or must not stay; None when they do."""
     import inspect
 
-    from esgrpo import config
+    from esgrpo import config, engine
 
+    lost = engine.out_of_action("engine-core-utilities", "segment-scheduler", "segment-scheduler-by-class")
     parameters = inspect.signature(server.engine.pause_generation).parameters
     vllm = getattr(server.engine, "vllm_config", None)
+    if lost:
+        return f"{lost}: nothing would know the version of a token"
     if reject_request:
         return "the replica leaves the rotation"
     if getattr(server, "esgrpo_abort_required", False):

@@ -8,13 +8,15 @@ from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 
 HOOK = Hook(
     slug="partial-handshake",
-    target="recipe.fully_async_policy.fully_async_main:FullyAsyncTaskRunner._run_training_loop",
+    target="recipe.fully_async_policy.fully_async_main:FullyAsyncTaskRunner._create_trainer",
     process=("task-runner",),
     kind="wrap",
-    why="as worker-handshake; every process exists here, and no prompt has been fed yet",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "d37b11ee39f9bf64"}),),
+    why="as worker-handshake; the recipe creates its trainer last, and syncs weights before the training loop",
+    releases=(Release("verl", "==0.7.0", {"0.7.0": "38c55a4fa702690f"}),),
     remove_when="never: it checks the overlay itself",
     relies_on=(
+        "recipe.fully_async_policy.fully_async_main:FullyAsyncTaskRunner.run",
+        "recipe.fully_async_policy.fully_async_main:FullyAsyncTaskRunner._initialize_components",
         "recipe.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter._init_async_rollout_manager",
         "recipe.fully_async_policy.agent_loop.agent_loop:FullyAsyncAgentLoopManager._async_init",
     ),

@@ -37,5 +37,6 @@ def build(original):
 
 async def require(servers, required: bool) -> None:
     from esgrpo.hooks.verl.server_calls import answers
+    from esgrpo.hooks.verl.server_control import methods
 
-    await answers([server.esgrpo_require_abort.remote(required) for server in servers], "require_abort")
+    await answers([call.remote(required) for call in methods(servers, "esgrpo_require_abort")], "require_abort")

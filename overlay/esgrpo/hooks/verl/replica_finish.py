@@ -20,9 +20,10 @@ HOOK = Hook(
 async def finish_group(self, group, members=None, rule="group"):
     """End these members of a group (None: all running ones); returns how many were running on this replica."""
     from esgrpo.hooks.verl.server_calls import answers
+    from esgrpo.hooks.verl.server_control import methods
 
-    return sum(await answers([server.esgrpo_finish_group.remote(group, members, rule) for server in self.servers],
-                             "finish_group"))
+    calls = methods(self.servers, "esgrpo_finish_group")
+    return sum(await answers([call.remote(group, members, rule) for call in calls], "finish_group"))
 
 
 def apply(module) -> None:

@@ -14,6 +14,7 @@ from esgrpo import engine
 from esgrpo.errors import HookError
 
 ANSWER_TIMEOUT_S = 120.0
+REPORTERS = ("engine-core-utilities", "server-control", "partial-server-control")  # what an EngineCore reports through
 
 
 def of_actor(instance, process: str) -> dict:
@@ -59,9 +60,8 @@ def of_rollouter(instance) -> dict:
     }
 
 
-def of_v1(task_runner) -> dict[str, list]:
-    """Handles of everything that a v1 trainer and its task runner, which are one process, have created."""
-    trainer = task_runner.trainer
+def of_v1(trainer) -> dict[str, list]:
+    """Handles of everything that a v1 trainer has created; the agent loop workers are its task runner's."""
     replicas = [replica for manager in trainer._rollout_server_managers() for replica in manager.get_replicas()]
     actors = list(trainer.actor_rollout_wg.workers)
     shared = {actor._actor_id for actor in actors}  # hybrid replicas run in the actor workers
@@ -69,7 +69,6 @@ def of_v1(task_runner) -> dict[str, list]:
         "vllm-server": [server for replica in replicas for server in replica.servers],
         "rollout-worker": [worker for replica in replicas for worker in replica.workers
                            if worker._actor_id not in shared],
-        "agent-loop-worker": list(task_runner.agent_loop_manager.agent_loop_workers),
         "reward-loop-worker": list(trainer.get_reward_handles() or ()),
         "actor-worker": actors,
     }
@@ -87,11 +86,15 @@ def _ask(handles: dict[str, list]) -> list[dict]:
         try:
             answer = ray.get(reference, timeout=ANSWER_TIMEOUT_S)
         except Exception as error:
-            raise HookError("handshake", f"a {process} cannot answer: {type(error).__name__}: "
+            problem = HookError("handshake", f"a {process} cannot answer: {type(error).__name__}: "
                             + str(error).strip().splitlines()[-1], "its hook states",
-                            "the overlay is not loaded there, the run stops before the first rollout",
+                            "the overlay is not loaded there, the run stops before the first weight sync",
                             "make esgrpo importable in every worker (pip install it, or check PYTHONPATH in "
-                            "runtime_env)") from None
+                            "runtime_env)")
+            if engine.strict():
+                raise problem from None
+            print(problem, file=sys.stderr, flush=True)
+            continue
         reports.extend(answer if isinstance(answer, list) else [answer])
     return reports
 
@@ -121,7 +124,17 @@ def collect_and_check(task_runner) -> list[dict]:
 
 def collect_and_check_v1(task_runner) -> list[dict]:
     """The same for verl's v1 trainers, which run inside the task runner."""
-    reports = [engine.report("v1-task-runner", task_runner), *_ask(of_v1(task_runner))]
+    handles = {**of_v1(task_runner.trainer),
+               "agent-loop-worker": list(task_runner.agent_loop_manager.agent_loop_workers)}
+    reports = [engine.report("v1-task-runner", task_runner), *_ask(handles)]
+    _write(reports)
+    _check(reports)
+    return reports
+
+
+def check_v1_trainer(trainer) -> list[dict]:
+    """What exists before the first weight sync; the process of the trainer answers for itself later."""
+    reports = [{**engine.report("v1-task-runner"), "hooks": []}, *_ask(of_v1(trainer))]
     _write(reports)
     _check(reports)
     return reports
@@ -172,18 +185,18 @@ def find_problem(reports: list[dict]) -> HookError | None:
             return HookError("handshake", f"{where} runs esgrpo {report['overlay_version']} with "
                              f"segment {report['segment'] or 'unset'}",
                              f"esgrpo {ours['overlay_version']} with segment {ours['segment'] or 'unset'}",
-                             "processes would decide differently, the run stops before the first rollout",
+                             "processes would decide differently, the run stops before the first weight sync",
                              "install the same esgrpo on every node and let runtime_env pass ESGRPO_*")
     missing = [(report, row) for report in reports for row in engine.not_in_place(report["hooks"])]
     if missing:
         report, row = missing[0]
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         return HookError(row["slug"], f"{row['state']} in {report['process']} {report['host']}:{report['pid']}: "
-                         f"{row['detail']}{more}", "APPLIED", "strict mode stops here, before the first rollout",
+                         f"{row['detail']}{more}", "APPLIED", "strict mode stops here, before the first weight sync",
                          f"esgrpo status {os.environ.get('ESGRPO_RUN_DIR', '.')} lists all; "
                          f"ESGRPO_DISABLE={row['slug']} or ESGRPO_STRICT=0 goes on")
     servers, cores = (sum(r["process"] == kind for r in reports) for kind in ("vllm-server", "engine-core"))
-    if cores < servers:
+    if cores < servers and not {"*", *REPORTERS}.intersection(ours.get("disabled", ())):
         return HookError("engine-core-utilities", f"{cores} EngineCore reports", f"one per server, {servers}",
                          "the scheduler hook cannot be confirmed", "see the states of the vllm-server processes")
     return None

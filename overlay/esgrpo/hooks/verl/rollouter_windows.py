@@ -38,10 +38,11 @@ async def metrics(rollouter, timing) -> dict[str, float]:
     from esgrpo.algo.accounting import bubble, sync_counts
     from esgrpo.hooks.verl import prompt_order
     from esgrpo.hooks.verl.server_calls import answers_if_any
+    from esgrpo.hooks.verl.server_control import methods
     from esgrpo.records import dropped, write
 
     servers = [server for replica in rollouter.llm_server_manager.get_replicas() for server in replica.servers]
-    answers = await answers_if_any([s.esgrpo_take_windows.remote() for s in servers], "take_windows",
+    answers = await answers_if_any([call.remote() for call in methods(servers, "esgrpo_take_windows")], "take_windows",
                                    "esgrpo/bubble_rate lacks this version")
     windows = [window for answer in answers for window in answer]
     paused = timing["fully_async/rollouter/version_time"] - timing["fully_async/rollouter/active_time"]

@@ -1,4 +1,4 @@
-"""Lets `+actor_rollout_ref.rollout.segment.*` through verl's RolloutConfig."""
+"""Lets `+actor_rollout_ref.rollout.segment.*` through verl's RolloutConfig, and only where somebody has read it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,17 @@ def apply(module) -> None:
     base = module.RolloutConfig
     if installed(module):
         return
+
+    def __post_init__(self):
+        from esgrpo import guard
+
+        base.__post_init__(self)
+        guard.check_segment(self.segment)
+
     subclass = dataclasses.make_dataclass(
         base.__name__, [("segment", dict | None, dataclasses.field(default=None))], bases=(base,), frozen=False,
         namespace={"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
-                   MARKER: HOOK.slug},
+                   MARKER: HOOK.slug, "__post_init__": __post_init__},
     )
     subclass.__module__ = base.__module__
     module.RolloutConfig = subclass

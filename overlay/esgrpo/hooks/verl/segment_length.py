@@ -47,10 +47,11 @@ async def _tell(worker, group: str, coordinator, settings, told: Told) -> None:
     from esgrpo.algo.segments import TAIL
     from esgrpo.hooks.verl.group_members import servers_of
     from esgrpo.hooks.verl.server_calls import answers_if_any
+    from esgrpo.hooks.verl.server_control import methods
 
     servers = await servers_of(worker)
     progress = {number: tokens for part in await answers_if_any(
-        [server.esgrpo_progress.remote(group) for server in servers], "progress", "segments keep their length")
+        [call.remote(group) for call in methods(servers, "esgrpo_progress")], "progress", "segments keep their length")
         for number, tokens in part.items()}
     # From here to the calls nothing is awaited: of two members that left at once, the later one has the last word.
     known, running = coordinator.groups.get(group), _running(worker, group)
@@ -65,8 +66,9 @@ async def _tell(worker, group: str, coordinator, settings, told: Told) -> None:
     if segments.tail:
         for member in running:
             member.length_class = TAIL
-    await answers_if_any([server.esgrpo_set_segment_length.remote(group, segments.length, segments.tail)
-                          for server in servers], "set_segment_length", "segments keep their length")
+    await answers_if_any([call.remote(group, segments.length, segments.tail)
+                          for call in methods(servers, "esgrpo_set_segment_length")],
+                         "set_segment_length", "segments keep their length")
 
 
 def predicted(running, progress: dict[int, int], finished: list[int], budget: int) -> float:

@@ -27,8 +27,14 @@ async def engine_call(server, name: str, *args) -> list:
     """Call a utility method on every EngineCore of this server (several with internal data parallelism)."""
     import asyncio
 
+    from esgrpo import engine, guard
+
     if server.node_rank != 0:
         return []  # only rank 0 of a multi-node replica owns the engine
+    lost = engine.out_of_action("engine-core-utilities")
+    if lost:
+        guard.say_once(f"esgrpo: {lost}: this server cannot reach its scheduler, responses run to their own end")
+        return []
     client = server.engine.engine_core
     cores = getattr(client, "core_engines", None)
     if cores is None or len(cores) <= 1:
@@ -76,6 +82,17 @@ async def esgrpo_take_windows(self):
     """The engine windows closed since the last call."""
     windows, self.esgrpo_windows = getattr(self, "esgrpo_windows", []), []
     return windows
+
+
+def methods(servers, name: str) -> list:
+    """This control method of every server that has it: the user may go on without the hook that adds them."""
+    from esgrpo import guard
+
+    found = [getattr(server, name) for server in servers if hasattr(server, name)]
+    if len(found) < len(servers):
+        guard.say_once("esgrpo: server-control is not in place: servers are not asked for windows, and no response is "
+                       "ended, measured or moved")
+    return found
 
 
 METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_set_segment_length, esgrpo_require_abort,

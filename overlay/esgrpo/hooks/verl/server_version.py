@@ -27,7 +27,8 @@ def build(original):
 
         result = await original(self, *args, **kwargs)
         windows = await engine_call(self, "esgrpo_set_version", self.global_steps)
-        self.esgrpo_windows = [*getattr(self, "esgrpo_windows", []), *windows]
+        self.esgrpo_windows = [*getattr(self, "esgrpo_windows", []),
+                               *[window for window in windows if window is not None]]
         return result
 
     return set_global_steps

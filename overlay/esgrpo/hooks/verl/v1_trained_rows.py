@@ -84,10 +84,11 @@ def windows(trainer) -> dict[str, float]:
     """Bubble rate over the engine windows that closed since the last call. Nobody holds prompts back under v1."""
     from esgrpo.algo.accounting import bubble
     from esgrpo.hooks.verl.server_calls import fetched_if_any
+    from esgrpo.hooks.verl.server_control import methods
     from esgrpo.records import write
 
-    answers = fetched_if_any([server.esgrpo_take_windows.remote() for server in servers_of(trainer)], "take_windows",
-                             "esgrpo/bubble_rate lacks this version")
+    calls = [call.remote() for call in methods(servers_of(trainer), "esgrpo_take_windows")]
+    answers = fetched_if_any(calls, "take_windows", "esgrpo/bubble_rate lacks this version")
     closed = [window for answer in answers for window in answer]
     for window in closed:
         write("windows", {**window, "rollouter_paused": 0.0})

@@ -29,20 +29,32 @@ def esgrpo_report(self):
     return engine.report("engine-core", self)
 
 
+def _ask_scheduler(self, method, without, *args):
+    """The scheduler's answer, or `without` where the user goes on without the hook that gives it one."""
+    from esgrpo import guard
+
+    asked = getattr(self.scheduler, method, None)
+    if asked is None:
+        guard.say_once("esgrpo: segment-scheduler is not in place in this engine: no boundary, no pruning, no window "
+                       "and no versions of single tokens here")
+        return without
+    return asked(*args)
+
+
 def esgrpo_set_version(self, version):
-    return self.scheduler.segment_set_version(version)
+    return _ask_scheduler(self, "segment_set_version", None, version)
 
 
 def esgrpo_finish(self, group, members, rule):
-    return self.scheduler.segment_finish(group, members, rule)
+    return _ask_scheduler(self, "segment_finish", 0, group, members, rule)
 
 
 def esgrpo_progress(self, group):
-    return self.scheduler.segment_progress(group)
+    return _ask_scheduler(self, "segment_progress", {}, group)
 
 
 def esgrpo_set_segment_length(self, group, length, tail=False):
-    return self.scheduler.segment_set_length(group, length, tail)
+    return _ask_scheduler(self, "segment_set_length", 0, group, length, tail)
 
 
 UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish, esgrpo_progress, esgrpo_set_segment_length)

@@ -6,6 +6,7 @@ import functools
 import inspect
 
 from esgrpo.engine import Hook, Release
+from esgrpo.hooks.vllm import mixin_sources
 
 HOOK = Hook(
     slug="segment-scheduler-by-class",
@@ -15,14 +16,10 @@ HOOK = Hook(
     why="before vLLM 0.12 there is no get_scheduler_cls: EngineCore.__init__ reads scheduler_config.scheduler_cls "
         "right after this method. A scheduler_cls from the command line is overwritten by async_scheduling=True, and "
         "one that is set earlier would be pickled to the workers",
-    releases=(Release("vllm", ">=0.11,<0.12", {"0.11.0": "5f3a5b63a23008c2"}),),
+    releases=(Release("vllm", ">=0.11,<0.12", {"0.11.0": "468753b65bf5b805"}),),
     remove_when="vLLM 0.11 is no longer supported",
     features=("observe",),
-    relies_on=("vllm.v1.engine.core:EngineCore.__init__",
-               "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-               "vllm.v1.core.sched.scheduler:Scheduler.finish_requests",
-               "vllm.v1.core.sched.scheduler:Scheduler.add_request",
-               "vllm.v1.core.sched.scheduler:Scheduler._free_request"),
+    relies_on=("vllm.v1.engine.core:EngineCore.__init__", *mixin_sources.TARGETS),
     without=((">=0.12", "get_scheduler_cls is the place (segment-scheduler)"),),
 )
 
