@@ -66,7 +66,7 @@ def wanted(segment) -> frozenset[str]:
 
 def processes_of(arguments) -> frozenset[str]:
     """The kinds of processes of the main that a command line names; what all mains have when it names none."""
-    words = {part for argument in arguments for part in os.path.splitext(os.path.basename(argument))[0].split(".")}
+    words = {part for argument in arguments for part in os.path.basename(argument).split(".")}
     named = [processes for main, processes in MAINS.items() if main in words]
     return named[0] if named else FULLY_ASYNC & V1
 
