@@ -27,7 +27,6 @@ from esgrpo.algo.grouping import FINISHED, PRUNED, RUNNING, GroupCoordinator
 from esgrpo.algo.history import PromptHistory
 from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing import BODY, TAIL, PromptQueue, TailShare
-from esgrpo.algo.routing_order import alternate
 from esgrpo.algo.segments import next_multiple
 
 ROUTING, KEPT, PRUNING, ELASTIC, SAMPLER = ALL_MODULES = "ABCDS"
@@ -70,7 +69,6 @@ class EsGrpo(Policy):
     modules = ROUTING + KEPT + ELASTIC
     overrides: dict = {}  # of the elastic profile
     holds = False  # requests wait in the queue for a free place, not in an engine
-    alternates = False  # sync: longest first and shortest first, step by step
     keeps = True  # with module B
     orders_carried = False  # longest first also where groups are carried over: nobody waits for the longest there, and
     #                         the others wait behind them ("es-grpo/ABD+longest")
@@ -86,8 +84,7 @@ class EsGrpo(Policy):
         # a barrier waits for all: nobody starves there, and the hooks sort the whole step
         ageing = routing.ageing if limits.scenario == ASYNC else limits.groups
         carries = limits.scenario == SYNC and KEPT in self.has and self.carries
-        self.queue = PromptQueue(ageing, by_length=ROUTING in self.has and not self.alternates
-                                 and (self.orders_carried or not carries))
+        self.queue = PromptQueue(ageing, by_length=ROUTING in self.has and (self.orders_carried or not carries))
         self.now = 0.0
         self.share = TailShare(routing.tail_share if ROUTING in self.has else 0.0, lambda: self.now)
         self.coordinator = GroupCoordinator()
@@ -138,9 +135,6 @@ class EsGrpo(Policy):
     def admit(self, groups) -> None:
         self.fresh -= len(groups)
         lengths = {group.index: self.history.forecast(str(group.prompt))["tokens"] for group in groups}
-        if self.alternates:
-            shown, groups = groups, alternate(self.version, groups, list(lengths.values()))
-            self.decisions["routing"] += sum(a.index != b.index for a, b in zip(shown, groups, strict=True))
         for group in groups:
             self.queue.push(group, lengths[group.index])
 
@@ -331,20 +325,10 @@ class Pruning(EsGrpo):
     modules = ROUTING + KEPT + PRUNING + ELASTIC
 
 
-class Complementary(EsGrpo):
-    """The order that the hooks use under verl's barrier trainers: longest first and shortest first, step by step; every
-    step waits for all that it began."""
-
-    name = "es-grpo-alternate"
-    scenarios = (SYNC,)
-    carries, alternates = False, True
-
-
 # What the study asks about; part of a policy's name.
 CHANGES = {"hold": {"holds": True},
            "tails": {"overrides": {"routing": {"tail_share": 0.25}}},
            "barrier": {"carries": False},
-           "alternate": {"alternates": True},
            "longest": {"orders_carried": True},
            "abort": {"keeps": False},
            "unbounded": {"bound": None},
@@ -369,4 +353,4 @@ def variant(name: str) -> type[EsGrpo]:
                                        "carries": KEPT in modules and changed.get("carries", True)})
 
 
-POLICIES = (EsGrpo, Pruning, Complementary)
+POLICIES = (EsGrpo, Pruning)

@@ -10,8 +10,8 @@ import math
 from collections import deque
 
 from bench.policies import SYNC, Abort, Action, EndStep, Load, Policy, Restart, Submit
+from bench.policies.pool import Pool
 from bench.workload import Group, Sample
-from esgrpo.algo.routing import Pool
 
 
 class Sieving(Policy):

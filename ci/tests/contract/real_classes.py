@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from ci.tests.contract import patch_scenarios as scenarios
 
-SLUGS = ("abort-all-fails-loudly", "pause-without-dropped-argument", "abort-by-external-id", "resume-without-sleep")
+SLUGS = ("pause-without-dropped-argument", "abort-by-external-id", "resume-without-sleep")
 SCRIPT = (4, -1, 3)
 
 

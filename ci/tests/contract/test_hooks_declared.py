@@ -12,7 +12,7 @@ from esgrpo.hooks import HOOK_FILES
 
 HOOKS = Path(importlib.import_module("esgrpo.hooks").__file__).parent
 FILES = sorted(path for path in HOOKS.rglob("*.py") if path.name != "__init__.py")
-PROCESSES = {"driver", "task-runner", "v1-task-runner", "legacy-trainer", "rollouter", "trainer", "actor-worker",
+PROCESSES = {"driver", "task-runner", "v1-task-runner", "rollouter", "trainer", "actor-worker",
              "rollout-worker", "agent-loop-worker", "reward-loop-worker", "vllm-server", "engine-core"}
 UPSTREAMS = {"verl", "vllm", "vllm_ascend", "torch", "torch_npu", "ray", "transformers", "tensordict", "omegaconf",
              "hydra", "mindspeed", "megatron", "wrapt"}
@@ -69,6 +69,13 @@ def test_tested_versions_are_inside_the_specifier(code):
     for release in code.HOOK.releases:
         for version in (*release.fingerprints, *release.cured):
             assert SpecifierSet(release.spec).contains(version, prereleases=True), (release.spec, version)
+
+
+def test_a_strict_run_reaches_it(code):
+    """Other releases of verl lack hooks that a run needs: there, and in a trainer that is refused, none would act."""
+    whole = {"0.7.0", "0.9.1"}  # of which each hook is either declared or said to have no place
+    releases = [release for release in code.HOOK.releases if release.upstream == "verl"]
+    assert not releases or any(whole & release.fingerprints.keys() for release in releases)
 
 
 def test_the_git_patches_that_a_release_presumes_exist(code):

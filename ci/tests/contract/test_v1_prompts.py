@@ -104,11 +104,10 @@ def submitted(patch, mode: str, step: int, hook: bool = True) -> tuple[list, lis
     return [[int(number) for number in piece["index"]] for piece in pieces], list(queue.tags)
 
 
-def test_a_synchronous_step_is_submitted_in_complementary_order(prepared):
-    even, uids = submitted(prepared, "sync", 4)
-    assert even == [[2, 0, 3], [4, 5, 1]]  # 30 and 20 first, then 9 and 5, then 4 and 2
-    odd, _ = submitted(prepared, "sync", 5)
-    assert odd == [[1, 5, 4], [3, 0, 2]]
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_synchronous_step_is_submitted_longest_first(prepared, step):
+    order, uids = submitted(prepared, "sync", step)
+    assert order == [[2, 0, 3], [4, 5, 1]]  # 30 and 20 first, then 9 and 5, then 4 and 2
     assert sorted(uids) == [f"uid-{number}" for number in range(PROMPTS)]
 
 

@@ -36,7 +36,7 @@ NEVER_WAIT = 4.0  # staleness at which the rollouter still generates whenever th
 
 # Every hook that this run needs, by the kind of process that needs it.
 EXPECTED = {
-    "rollouter": {"rollouter-windows", "rollouter-failure-is-loud", "server-control", "replica-finish-group"},
+    "rollouter": {"rollouter-windows", "rollouter-failure-is-loud", "server-control"},
     "trainer": {"trained-rows", "register-grpo-segment", "metrics-keep-prefix"},
     "agent-loop-worker": {"client-attempts", "group-members", "pruned-rows-are-masked"},
     "actor-worker": {"register-policy-losses", "policy-loss-context", "cpu-process-group"},

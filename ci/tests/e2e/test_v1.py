@@ -31,7 +31,7 @@ LOG_KL = "esgrpo/pois/log_kl_rollout_current"
 EXPECTED = {
     "v1-task-runner": {"v1-handshake", "v1-pruned-rows", "v1-final-outputs", "v1-trained-rows", "v1-carry-over",
                        "v1-carry-checkpoint", "v1-reissued-groups", "v1-failure-is-loud", "register-grpo-segment",
-                       "metrics-keep-prefix", "server-control", "replica-finish-group"},
+                       "metrics-keep-prefix", "server-control"},
     "agent-loop-worker": {"client-attempts", "group-members", "v1-response-rows", "resume-without-sleep"},
     "actor-worker": {"register-policy-losses", "policy-loss-context", "cpu-process-group"},
     "vllm-server": {"server-control", "server-weight-version"},

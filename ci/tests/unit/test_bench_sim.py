@@ -82,7 +82,7 @@ def test_a_table_for_people_and_names_that_do_not_exist(capsys):
         with pytest.raises(KeyError):
             policy(name)
     for arguments, said in ((["--policy", "verl,none"], "unknown policy 'none'"),
-                            (["--policy", "es-grpo-alternate", "--scenario", "async"], "has no async scenario")):
+                            (["--policy", "tailsieve", "--scenario", "async"], "has no async scenario")):
         with pytest.raises(SystemExit):
             main([*TOY, *arguments])
         assert said in capsys.readouterr().err.splitlines()[-1]

@@ -43,6 +43,24 @@ def planned(config, v1: bool = False, **segment) -> Plan:
     return plan
 
 
+@pytest.mark.parametrize("trainer, filtered, said", [
+    ("sync", False, True), ("sync", True, False), ("colocate_async", False, False), ("separate_async", False, False)])
+def test_what_becomes_of_foreseen_groups_is_said_where_nothing_replaces_them(trainer, filtered, said):
+    config = composed(trainer, 1, algorithm={"filter_groups": {"enable": filtered}})
+    prune = {"resolved": {"enable": True}, "audit": {"enable": True}}
+    lines = planned(config, v1=True, prune=prune).lines
+    assert any("not replaced" in line for line in lines) == said
+    assert not any("not replaced" in line for line in planned(config, v1=True).lines)
+
+
+def test_the_prompt_sampler_is_refused_where_nothing_tells_it_how_prompts_ended():
+    sampler = {"sampler": {"enable": True}, "history": {"enable": True}}
+    config = composed("0.7.0", 1, data={"shuffle": True})
+    with pytest.raises(ConfigError, match="sampler.enable.*0.7.0"):
+        planned(config, **sampler)
+    planned(composed("fully_async", 1, data={"shuffle": True}), **sampler)
+
+
 @pytest.mark.parametrize("trainer", ["fully_async", "0.7.0", "sync", "colocate_async", "separate_async"])
 @pytest.mark.parametrize("steps, anchor", [(1, "token"), (4, "version")])
 def test_the_anchor_of_every_trainer(trainer, steps, anchor):

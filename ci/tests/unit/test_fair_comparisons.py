@@ -66,7 +66,7 @@ def test_the_command_says_what_every_module_decided(capsys):
 
 @pytest.mark.parametrize("scenario, name, deciding", [
     (SYNC, "es-grpo/ABD", {"keep"}), (SYNC, "es-grpo/ABD+abort", set()), (SYNC, "es-grpo/A", {"routing"}),
-    (SYNC, "es-grpo/ABD+alternate+barrier", {"routing"}), (ASYNC, "es-grpo/ABD", {"routing", "keep"}),
+    (SYNC, "es-grpo/ABD+barrier", {"routing"}), (ASYNC, "es-grpo/ABD", {"routing", "keep"}),
     (ASYNC, "es-grpo/S", {"sampler"}), (ASYNC, "es-grpo/", set()),
     (ASYNC, "es-grpo/ABD+tails", {"routing", "keep", "elastic", "segments"})])
 def test_only_what_changed_something_is_counted(scenario, name, deciding):

@@ -60,8 +60,7 @@ class PromptSampler:
     """Draws prompts, numbered 0 to prompts - 1, one at a time and only when asked: no look-ahead of its own.
 
     `history` answers posterior(key, version) -> (alpha, beta) and forecast(key, version) -> {"known": bool, ...};
-    `key_of(number)` is the prompt's key in it. `settings` is config.Sampler. `responses` is the size of a group; None
-    while it is not known, then nothing is expected of it.
+    `key_of(number)` is the prompt's key in it. `settings` is config.Sampler. `responses` is the size of a group.
 
     Invariants: every prompt is either eligible or resting; among any `prompts` takes in a row, none stands more than
     MOST_IN_AN_EPOCH times; every eligible prompt is the next one with probability of at least
@@ -70,7 +69,7 @@ class PromptSampler:
     """
 
     def __init__(self, settings, history, rng: random.Random, prompts: int, key_of: Callable[[int], str],
-                 responses: int | None):
+                 responses: int):
         if prompts < 1:
             raise ValueError(f"{prompts} prompts, wanted at least 1")
         self.settings, self.history, self.rng = settings, history, rng
@@ -124,8 +123,7 @@ class PromptSampler:
             if not self._counts[old]:
                 del self._counts[old]
         self._unseen.append(not self.history.forecast(key, version)["known"])
-        if self.responses is not None:
-            self._waiting[key] = gradient_probability(*self.history.posterior(key, version), self.responses)
+        self._waiting[key] = gradient_probability(*self.history.posterior(key, version), self.responses)
 
     def outcome(self, key: str, correct: Iterable) -> None:
         """A group of this prompt ended; `correct` has one entry per response, None where it is unknown."""

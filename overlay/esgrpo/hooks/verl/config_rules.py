@@ -87,7 +87,7 @@ def _rules(config, found: Plan, features: frozenset[str]):
     if segment.enable and segment.prune.repetition.enable:
         yield from _loops(config, segment)
     if "v1" in features:
-        yield from _v1(config, features)
+        yield from _v1(config, segment, features)
     if features & {"pois", "sais"}:
         yield from _losses(config, found, features)
     if "dmmpt" in features:
@@ -168,6 +168,9 @@ def _loops(config, segment: Segment):
 
 
 def _sampler(config):
+    if "compute_prox_log_prob" in (config.get("async_training") or {}):
+        _refuse(f"{PREFIX}.sampler.enable", True, "False with verl 0.7.0", "its rollouter learns of no outcome, and "
+                "prompts would be drawn from priors: use verl 0.9.1")
     data = config.data
     workers = data.get("dataloader_num_workers", 0)
     if workers:
@@ -177,7 +180,7 @@ def _sampler(config):
         yield Setting("data.shuffle", True, f"with {PREFIX}.sampler.enable prompts are chosen, not read in order")
 
 
-def _v1(config, features: frozenset[str]):
+def _v1(config, segment: Segment, features: frozenset[str]):
     """verl's sync trainer ends a step with nothing unfinished: what carries over is its colocate_async trainer."""
     v1 = config.trainer.v1
     if "yield" in features and v1.trainer_mode == "sync":
@@ -185,6 +188,11 @@ def _v1(config, features: frozenset[str]):
                       f"({v1.colocate_async.num_warmup_batches} batches ahead, "
                       "trainer.v1.colocate_async.num_warmup_batches)")
     if v1.trainer_mode == "sync":
+        filtered = (config.algorithm.get("filter_groups") or {}).get("enable", False)
+        if segment.prune.resolved.enable and not filtered:
+            yield ("segment.prune.resolved: foreseen groups are trained as they are, not replaced, because under "
+                   "trainer.v1.trainer_mode=sync verl submits no other prompt in their place (algorithm.filter_groups "
+                   "does, and so do the asynchronous modes)")
         return
     sampler = v1.sampler
     warmup = v1[v1.trainer_mode].num_warmup_batches

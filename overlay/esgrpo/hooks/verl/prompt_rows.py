@@ -13,13 +13,6 @@ def forecasts(owner, raw_prompts, version) -> list[dict]:
     return [history.forecast(prompt_key(prompt), version) for prompt in raw_prompts]
 
 
-def tokens_of(found) -> list[float] | None:
-    """Predicted tokens per row, or None when a row has no forecast: then there is no order to choose."""
-    if found is None or any(forecast is None for forecast in found):
-        return None
-    return [forecast["tokens"] for forecast in found]
-
-
 def observe(owner, raw_prompt, rows: list[dict], version) -> None:
     """One group. Each row: tokens, score (None: no reward yet), acc (None: the score decides), summary (None: unknown).
 

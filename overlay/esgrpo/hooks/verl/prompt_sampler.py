@@ -21,7 +21,7 @@ HOOK = Hook(
     relies_on=(f"{_ROLLOUTER}._create_continuous_iterator", f"{_ROLLOUTER}._feed_samples",
                f"{_ROLLOUTER}.save_checkpoint", f"{_ROLLOUTER}.load_checkpoint",
                "verl.trainer.ppo.ray_trainer:RayPPOTrainer._create_dataloader"),
-    without=(("<=0.7.1", "data.sampler.class_path names a sampler class there (esgrpo.hooks.verl.curriculum)"),),
+    without=(("==0.7.0", "the recipe has another rollouter; segment.sampler is refused"),),
 )
 
 

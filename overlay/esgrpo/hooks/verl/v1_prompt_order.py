@@ -1,4 +1,4 @@
-"""Prompts of verl's v1 trainers get their forecast; those of a synchronous step go out in complementary order."""
+"""Prompts of verl's v1 trainers get their forecast; those of a synchronous step go out longest first."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prepared(trainer, batch):
     from verl.utils import tensordict_utils as tu
 
     from esgrpo import engine
-    from esgrpo.algo.routing_order import alternate, deal
+    from esgrpo.algo.routing_order import deal, longest_first
     from esgrpo.hooks.verl import prompt_rows
 
     prompts = [getattr(prompt, "data", prompt) for prompt in batch["raw_prompt"]]
@@ -54,6 +54,6 @@ def prepared(trainer, batch):
     tu.assign_non_tensor_stack(batch, prompt_rows.FORECAST, found)
     if trainer.trainer_mode != SYNC or "routing" not in engine.active_features():
         return batch  # the asynchronous modes send a few prompts at a time, as others end
-    order = alternate(trainer.global_steps, range(len(batch)), prompt_rows.tokens_of(found))
+    order = longest_first(range(len(batch)), [forecast["tokens"] for forecast in found])
     workers = len(getattr(trainer.agent_loop_manager, "agent_loop_workers", ()))
     return tu.index_select_tensor_dict(batch, deal(order, workers))
