@@ -21,16 +21,28 @@ LOOP = {"outcome": "prune", "rule": "repetition"}
 
 
 @pytest.fixture
+def written(monkeypatch):
+    from esgrpo import records
+
+    rows: dict[str, list] = {}
+    monkeypatch.setattr(records, "write", lambda kind, row: rows.setdefault(kind, []).append(row))
+    return rows
+
+
+@pytest.fixture
 def buffer_of(queue, monkeypatch):
     monkeypatch.setenv(config.ENV_SEGMENT, config.to_json(config.parse({"enable": True, "prune": PRUNE})))
 
-    def made(hooked: bool, metric: str = "acc"):
-        from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+    def made(hooked: bool, metric: str | None = "acc", mode: str = "separate_async"):
+        from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
-        buffer = ReplayBufferAsync("separate_async", {}, 8, "drop", {}, poll_interval=0.0,
-                                   refill_fn=lambda _count: None, filter_groups_metric=metric)
+        refills = []
+        kind = ReplayBuffer if mode == "sync" else ReplayBufferAsync
+        buffer = kind(mode, {}, 8, "drop", {}, poll_interval=0.0, refill_fn=refills.append,
+                      filter_groups_metric=metric, max_inflight_gen_batches=1, train_batch_size=1, gen_batch_size=1)
+        buffer.refills = refills
         if hooked:
-            hook = v1_filtered_groups.build(ReplayBufferAsync._dapo_filtered_keys)
+            hook = v1_filtered_groups.build(kind._dapo_filtered_keys)
             monkeypatch.setattr(buffer, "_dapo_filtered_keys", hook.__get__(buffer))
         return buffer
 
@@ -85,9 +97,58 @@ def test_a_group_is_judged_once_and_stays_judged(queue, buffer_of, monkeypatch):
     assert evicted(buffer) == set() and judged[1:] == [{"right"}]
 
 
-def test_nothing_is_touched_without_pruning_or_filter(queue, buffer_of):
+def test_nothing_is_touched_without_pruning_or_filter(queue, buffer_of, monkeypatch):
     groups(queue)
     masks = {key: row["response_mask"].clone() for key, row in queue.rows.items()}
     evicted(buffer_of(hooked=True))
     assert all(torch.equal(mask, queue.rows[key]["response_mask"]) for key, mask in masks.items())
+    monkeypatch.setenv(config.ENV_SEGMENT, config.to_json(config.parse({"enable": True, "prune": {
+        "repetition": {"enable": True}}})))
     assert evicted(buffer_of(hooked=True, metric=None)) == set()
+
+
+def test_without_the_filter_what_the_resolved_rule_ended_is_replaced(queue, buffer_of, written):
+    """As in a fully-async run: "equal" and "loop" have no gradient either, but no rule foresaw it."""
+    groups(queue)
+    plain, buffer = buffer_of(hooked=False, metric=None), buffer_of(hooked=True, metric=None)
+    assert plain.wait_for_sampleable(2, "train", 1) == (
+        {"right", "measured", "mixed", "loop", "whole", "equal"}, {}) and plain.refills == []
+    sampleable, metrics = buffer.wait_for_sampleable(2, "train", 1)
+    assert sampleable == {"measured", "mixed", "loop", "whole", "equal"} and buffer.refills == [1]
+    assert metrics["training/filter_groups/evicted_samples"] == 1
+    assert [(row["group"], len(row["rows"])) for row in written["replaced"]] == [("right", 3)]
+    finish(queue, "right", (1.0, True, DONE), (0.0, False, DONE))  # the same uid again is looked at anew
+    assert "right" in buffer.wait_for_sampleable(2, "train", 1)[0]
+    assert buffer.refills == [1] and len(written["replaced"]) == 1
+
+
+def test_a_replaced_group_is_counted_once(queue, buffer_of, written):
+    groups(queue)
+    buffer = buffer_of(hooked=True, metric=None)
+    assert buffer.get_sampleable_count(2, "train") == 5 and evicted(buffer) == {"right"}  # judged, and judged again
+    noted = buffer.esgrpo_noted
+    assert (noted["replaced"], noted["tokens"], len(noted["rows"])) == (1, 2 + 3, 3)  # less the pruned row
+    assert len(written["replaced"]) == 1
+
+
+def test_its_end_is_recorded_once(queue, buffer_of, written, monkeypatch):
+    """As replaced, not as evicted, too: the books would have two ends of one prompt."""
+    from esgrpo.hooks.verl import v1_failure
+
+    groups(queue)
+    for metric, ends in (None, {"replaced": ["right"]}), ("acc", {"evicted": ["equal", "loop", "right"]}):
+        buffer = buffer_of(hooked=True, metric=metric)
+        evict = v1_failure.build(type(buffer)._evict_terminal_groups)
+        monkeypatch.setattr(buffer, "_evict_terminal_groups", evict.__get__(buffer))
+        monkeypatch.setattr(buffer, "_clear_groups", lambda *args: None)  # there are the same groups for the next one
+        buffer._sync_metadata_from_transfer_queue()
+        buffer._evict_terminal_groups(2, "train", buffer._terminal_eviction_reasons(2, "train"))
+        assert {kind: sorted(row["group"] for row in rows) for kind, rows in written.items()} == ends
+        written.clear()
+
+
+def test_under_sync_nothing_is_replaced_without_the_filter(queue, buffer_of):
+    """verl's loop refills there for its own filter only: a group that were evicted would be waited for without end."""
+    groups(queue)
+    assert evicted(buffer_of(hooked=True, metric=None, mode="sync")) == set()
+    assert evicted(buffer_of(hooked=True, mode="sync")) == {"equal", "right", "loop"}

@@ -116,7 +116,8 @@ def trained(queue, monkeypatch, tmp_path, hooked: bool, change=lambda queue: Non
     rollout = SimpleNamespace(get=lambda _name, default=None: default)
     trainer = SimpleNamespace(
         global_steps=3, use_critic=False, _get_n_gpus_for_throughput=lambda: 1,
-        _rollout_moe_lb_metrics_accumulator=None,
+        _rollout_moe_lb_metrics_accumulator=None, replay_buffer=SimpleNamespace(esgrpo_noted={
+            "rows": [], "replaced": 2, "tokens": 9}),
         config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=SimpleNamespace())))
     original, metrics = PPOTrainer._compute_metrics, {}
     timing = dict.fromkeys(("step", "gen", "update_actor"), 1.0)
@@ -150,6 +151,7 @@ def test_audited_pruning_is_reported_with_its_length_bias(queue, monkeypatch, tm
 
     _, metrics = trained(queue, monkeypatch, tmp_path, hooked=True, change=summaries)
     assert metrics["esgrpo/prune/false_rate"] == 0.5 and metrics["esgrpo/prune/tokens_saved"] == 3 * (4 - 3)
+    assert metrics["esgrpo/prune/replaced_groups"] == 2 and metrics["esgrpo/waste/zero_variance_replaced"] == 9
     # trained: one long row of two; in complete groups four of five
     assert metrics["esgrpo/length_bias/enough"] == pytest.approx(4 / 5 - 1 / 2)
 

@@ -38,8 +38,9 @@ def build(original):
         remember(self.__dict__.setdefault("esgrpo_evicted", {}), reasons)
         partition = arguments["partition_id"]
         if partition == v1_failure.TRAIN:
-            for group, why in reasons.items():
-                write("evicted", {"group": group, "reason": why})
+            replaced = getattr(self, "esgrpo_judged", {})  # by the hook on the filter, which has recorded these
+            for group in [group for group in reasons if not replaced.get(group)]:
+                write("evicted", {"group": group, "reason": reasons[group]})
             v1_failure.count(self, arguments["global_steps"])
         v1_failure.look(self, [group for group, why in reasons.items() if why == "failed"],
                         self.finished_keys[partition])

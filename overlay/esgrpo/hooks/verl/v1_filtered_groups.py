@@ -1,4 +1,9 @@
-"""verl's group filter (DAPO's dynamic sampling) judges a group by the rows of it that would be trained."""
+"""Under verl's v1 trainers another prompt takes the place of a group that pruning left without a gradient.
+
+With verl's group filter (DAPO's dynamic sampling) the filter judges a group by the rows that would be trained. Without
+it, the asynchronous buffer replaces what the resolved rule ended, as a fully-async run does. Under `sync` nothing is
+replaced then: the other prompt would begin when all others have nearly ended, and verl's loop submits none.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,17 @@ HOOK = Hook(
     process=("v1-task-runner",),
     kind="wrap",
     why="the filter evicts groups whose rows all have the same metric; a pruned row was cut off and is mostly wrong, "
-        "so that a group without a gradient would pass and take the place of one that has",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "02bdeeaa76195148"}),),
+        "so that a group without a gradient would pass and take the place of one that has. What it names is evicted, "
+        "and the asynchronous buffer submits a prompt for each",
+    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "d24b6cc93c8179f1"}),),
     remove_when="verl's filter leaves out rows that are not trained",
     features=("prune",),
-    relies_on=(f"{_BUFFER}.__init__", f"{_BUFFER}._clear_groups"),
+    relies_on=(f"{_BUFFER}.__init__", f"{_BUFFER}._clear_groups", f"{_BUFFER}._evict_terminal_groups",
+               "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync"),
     without=(("==0.7.0", "no v1 trainers"),),
 )
 
+TRAIN = "train"
 CANONICAL = "reward"  # the metric that is rm_scores; others are in reward_extra_info
 
 
@@ -35,6 +43,8 @@ def build(original):
 
         filtered, counts = original(self, *args, **kwargs)
         partition = inspect.signature(original).bind(self, *args, **kwargs).arguments["partition_id"]
+        if self.filter_groups_metric is None:
+            return filtered | v1_filtered_groups.foreseen(self, partition), counts
         more = v1_filtered_groups.without_gradient(self, partition)
         return filtered | more.keys(), counts + Counter(more.values())
 
@@ -54,20 +64,61 @@ def without_gradient(buffer, partition: str) -> dict[str, float]:
     return found
 
 
-def _judge(buffer, partition: str, uids: set[str]) -> dict[str, float]:
+def foreseen(buffer, partition: str) -> set[str]:
+    """Finished groups that the resolved rule ended without a gradient; each is judged, noted and recorded once."""
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+    from esgrpo import config
+    from esgrpo.algo.pruning import is_resolved_null
+    from esgrpo.hooks.verl import prune_metrics
+    from esgrpo.records import write
+
+    refills = isinstance(buffer, ReplayBufferAsync) and buffer.refill_fn is not None
+    if partition != TRAIN or not refills or not config.current().prune.resolved.enable:
+        return set()
+    finished = buffer.finished_keys[partition]
+    judged = getattr(buffer, "esgrpo_judged", {})
+    buffer.esgrpo_judged = judged = {uid: judged[uid] for uid in finished & judged.keys()}
+    new = finished - judged.keys()
+    judged.update(dict.fromkeys(new, False))
+    for uid, members in _groups(buffer, partition, _resolved(buffer, partition, new)).items():
+        rows = [{**row.extra_fields["esgrpo"], "score": float(row.rm_scores.sum())} for row in members]
+        judged[uid] = is_resolved_null(rows, [bool(row.response_mask.any()) for row in members])
+        if judged[uid]:
+            prune_metrics.note(buffer, rows, True)
+            write("replaced", {"group": uid, "rows": rows})
+    return {uid for uid, replaced in judged.items() if replaced}
+
+
+def _resolved(buffer, partition: str, uids: set[str]) -> set[str]:
+    """Those of which the resolved rule pruned somebody; of the others no tensor is fetched."""
+    from esgrpo.algo.pruning import RESOLVED
+    from esgrpo.hooks.verl.v1_rows import final_keys, group_of, with_summaries
+
+    keys = final_keys(key for key in buffer.partitions[partition] if group_of(key) in uids)
+    rows = with_summaries(keys, partition) if keys else []
+    return {group_of(row.key) for row in rows if row.extra_fields["esgrpo"]["rule"] == RESOLVED}
+
+
+def _groups(buffer, partition: str, uids: set[str]) -> dict[str, list]:
+    """uid -> its rows with summaries, with the masks that they would be trained with."""
     from esgrpo.hooks.verl.group_rows import mask_pruned
     from esgrpo.hooks.verl.v1_rows import final_keys, group_of, with_summaries
 
     keys = final_keys(key for key in buffer.partitions[partition] if group_of(key) in uids)
-    rows = with_summaries(keys, partition, "response_mask", "rm_scores")
+    rows = with_summaries(keys, partition, "response_mask", "rm_scores") if keys else []
     for row in rows:
         row.response_mask = row.response_mask.clone()  # a view into the fetched batch
     mask_pruned(rows)
     groups: dict[str, list] = {}
     for row in rows:
         groups.setdefault(group_of(row.key), []).append(row)
+    return groups
+
+
+def _judge(buffer, partition: str, uids: set[str]) -> dict[str, float]:
     found = {}
-    for uid, members in groups.items():
+    for uid, members in _groups(buffer, partition, uids).items():
         trained = [row for row in members if row.response_mask.any()]
         if 0 < len(trained) < len(members) and _is_null(members, trained):
             found[uid] = _metric(buffer, trained[0])

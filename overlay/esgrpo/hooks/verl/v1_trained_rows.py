@@ -49,7 +49,7 @@ def record(trainer, batch) -> dict[str, float]:
     rows = rows_of(padded(batch))
     for row in rows:
         write("trained", {**row, **update})
-    report = prune_metrics.of(rows) if rows and config.current().audited else {}
+    report = prune_metrics.take(trainer.replay_buffer, rows) if rows and config.current().audited else {}
     return {**(metrics(rows) if rows else {}), **report, **windows(trainer)}
 
 
