@@ -43,18 +43,13 @@ def build(original):
 def record(rollouter, folder: str | None) -> None:
     """One row per start: what it goes on from."""
     from esgrpo.hooks.verl.in_flight import ledger_of
+    from esgrpo.hooks.verl.resume_point import step_of
     from esgrpo.records import write
 
     ledger = ledger_of(rollouter)
     write("start", {"resumed_step": step_of(folder or ""), "drawn": ledger.restored,
                     "gives_back": [entry.draw for entry in ledger.waiting],
                     "prompts_per_epoch": len(rollouter.train_dataloader)})
-
-
-def step_of(folder: str) -> int:
-    """The number of a checkpoint .../global_step_N; 0 for anything else."""
-    _, _, step = folder.rstrip("/").rpartition("global_step_")
-    return int(step) if step.isdecimal() else 0
 
 
 def folder_of(trainer) -> str | None:

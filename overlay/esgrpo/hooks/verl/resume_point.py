@@ -17,6 +17,12 @@ def latest(folder: str) -> str | None:
     return path if os.path.isdir(path) else None
 
 
+def step_of(folder: str) -> int:
+    """The number of a checkpoint .../global_step_N; 0 for anything else."""
+    _, _, step = folder.rstrip("/").rpartition("global_step_")
+    return int(step) if step.isdecimal() else 0
+
+
 def advice(config) -> str:
     """How to go on with a run that ended: words of `algo.endings`, facts of this node."""
     import socket
