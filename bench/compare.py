@@ -17,7 +17,7 @@ from esgrpo.report.runs import HOLD, time_to_target
 TARGETS = {("small", "search"): 0.6, ("small", "chain"): 0.62, ("large", "search"): 0.52}
 
 
-SAMPLERS = {"prompt-sampler", "v1-prompt-sampler", "legacy-prompt-sampler"}  # hooks that choose prompts
+SAMPLERS = {"prompt-sampler", "v1-prompt-sampler"}  # hooks that choose prompts
 
 
 @dataclass

@@ -6,9 +6,9 @@ import sys
 # PYTHONPATH leaks into foreign interpreters; only the one `esgrpo run` was started with gets hooks.
 if os.environ.get("ESGRPO_PREFIX", sys.prefix) == sys.prefix:
     try:
-        from esgrpo import engine
+        from esgrpo import engine, guard
 
-        engine.boot()
+        engine.boot(cannot_act=guard.check_import)
     except Exception as error:  # any program can be started in this environment, and it must go on
         said = "".join(c if c.isprintable() else " " for c in " ".join(str(error).split()))
         print(f"esgrpo: boot: {type(error).__name__}: {said} | wanted a loadable overlay | "

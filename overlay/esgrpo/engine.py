@@ -14,6 +14,7 @@ import inspect
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -99,6 +100,7 @@ class Record:
 
 _records: dict[str, Record] = {}
 _booted = False
+_cannot_act: Callable[[Record], None] | None = None
 
 
 def enabled() -> bool:
@@ -157,12 +159,15 @@ def load_hooks() -> dict[str, Record]:
     return _records
 
 
-def boot() -> None:
-    """Register the import hooks of this process; idempotent."""
-    global _booted
+def boot(cannot_act: Callable[[Record], None] | None = None) -> None:
+    """Register the import hooks of this process; idempotent.
+
+    `cannot_act` is told of each hook that must not act although its target is loaded.
+    """
+    global _booted, _cannot_act
     if _booted:
         return
-    _booted = True
+    _booted, _cannot_act = True, cannot_act
     import wrapt
 
     for record in load_hooks().values():
@@ -279,9 +284,8 @@ def _activate(record: Record) -> None:
         record.state, record.detail = State.FAILED, f"{type(error).__name__}: {error}"
     if record.state not in FINE:
         print(boot_line([record]), file=sys.stderr, flush=True)
-        from esgrpo import guard
-
-        guard.check_import(record)
+        if _cannot_act is not None:
+            _cannot_act(record)
 
 
 def _apply(record: Record, module) -> None:

@@ -15,7 +15,7 @@ from esgrpo import engine
 from esgrpo.errors import ConfigError, HookError
 
 STARTS = ("driver-start", "partial-driver-start")  # the second one is that of verl 0.7.0
-# what hooks may need in a run of this kind of main; `legacy-trainer` has no handshake and refuses features itself
+# what hooks may need in a run of this kind of main
 _WORKERS = frozenset({"driver", "actor-worker", "rollout-worker", "agent-loop-worker", "reward-loop-worker",
                       "vllm-server", "engine-core"})
 FULLY_ASYNC = _WORKERS | {"task-runner", "rollouter", "trainer"}

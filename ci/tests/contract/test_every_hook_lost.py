@@ -25,8 +25,6 @@ EVERYTHING = [*BASE, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
                                                        "dmmpt.enable=True", "routing.tail_share=0.5")]]
 # slug -> why no strict run on this stack asks for it
 NOT_ASKED = {
-    **dict.fromkeys(("legacy-prompt-sampler", "legacy-prompt-forecasts", "legacy-prompt-outcomes"),
-                    "the legacy trainer starts no run with features"),
     "add-hccl-collective-group": "its users switch it on",
 }
 ON = {"observe", "segment", "prune", "yield", "pois", "dmmpt", "history", "routing", "elastic", "sampler", "weighted",
