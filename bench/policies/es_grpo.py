@@ -16,6 +16,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from esgrpo.algo.grouping import FINISHED, PRUNED, RUNNING, GroupCoordinator
+
 from bench.policies import ABORT, ASYNC, KEEP, SYNC, Action, Continue, EndStep, Load, Policy, Prune, Tell, Yield
 from bench.workload import Group, Sample
 from esgrpo import config
@@ -23,7 +25,6 @@ from esgrpo.algo import elastic
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.carry_over import CarryOver, CarryOverError, Waiting
 from esgrpo.algo.group_pruning import Finished, GroupPruner
-from esgrpo.algo.grouping import FINISHED, PRUNED, RUNNING, GroupCoordinator
 from esgrpo.algo.history import PromptHistory
 from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing import BODY, TAIL, PromptQueue, TailShare

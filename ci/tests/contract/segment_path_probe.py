@@ -164,7 +164,7 @@ async def interrupted_and_resumed(segment, steps=8):
     assert not interrupted
     return {**scene.answer(batch), "first": [[len(o.response_ids) if isinstance(o.response_ids, list) else None,
                                               o.extra_fields.get("is_cancel", False)] for o in outputs],
-            "groups_left": [len(getattr(first, "esgrpo_coordinator", SimpleNamespace(groups=())).groups)]}
+            "groups_left": [len(first.esgrpo_driver.runs.groups) if hasattr(first, "esgrpo_driver") else 0]}
 
 
 async def advantages():

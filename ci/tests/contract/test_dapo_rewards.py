@@ -47,19 +47,18 @@ def scored(manager, tokens: int) -> dict:
 
 def group(worker, results, forecast=CERTAIN):
     """One group through the real worker hook: members end in order of length, the rest hear verdicts."""
-    from esgrpo.hooks.verl import attempts, group_members
+    from esgrpo.hooks.verl import group_driver, group_members
 
     release = {tokens: asyncio.Event() for tokens, _ in results}
 
     async def loop(worker_, tokens, result):
-        member = attempts.current.get()
-        worker_.running[member.number] = tokens
-        while not release[tokens].is_set() and not member.doomed:
+        seat = group_driver.current.get()
+        seat.placed(0, worker_.server)
+        worker_.running[seat.number] = tokens
+        while not release[tokens].is_set() and not seat.response.doomed:
             await asyncio.sleep(0)
-        worker_.running.pop(member.number)
-        member.tokens, member.spans = tokens, [[0, tokens]]
-        if member.doomed:
-            member.outcome = "prune"
+        worker_.running.pop(seat.number)
+        seat.response.tokens, seat.response.spans = tokens, [[0, tokens]]
         return SimpleNamespace(reward_score=result["reward_score"],
                                extra_fields={"reward_extra_info": result["reward_extra_info"]})
 
@@ -84,14 +83,8 @@ def worker():
 
     server = SimpleNamespace(esgrpo_progress=SimpleNamespace(remote=progress),
                              esgrpo_finish_group=SimpleNamespace(remote=finish))
-    balancer = SimpleNamespace(_servers={0: server})
-
-    async def call(function):
-        return function(balancer)
-
-    balancer.__ray_call__ = SimpleNamespace(remote=call)
     made = SimpleNamespace(rollout_config=SimpleNamespace(n=SIZE, response_length=BUDGET), running={}, name="g",
-                           llm_client=SimpleNamespace(_load_balancer=balancer))
+                           server=server)
     return made
 
 
@@ -110,7 +103,7 @@ def test_the_penalty_makes_rewards_of_correct_samples_differ(manager):
 
 def test_an_overlong_response_is_recorded_with_its_penalty(manager, monkeypatch, tmp_path):
     """verl leaves a tensor as its score, under which the whole group used to fail; a short one's is a float."""
-    from esgrpo.hooks.verl import group_decisions
+    from esgrpo.hooks.verl import group_driver
     from esgrpo.records import read
 
     scores = {tokens: scored(manager, tokens)["reward_score"] for tokens in (40, 90)}
@@ -121,8 +114,8 @@ def test_an_overlong_response_is_recorded_with_its_penalty(manager, monkeypatch,
     found = {row["tokens"]: row["score"] for row in read(str(tmp_path), "responses")}
     assert found[90] == pytest.approx(0.2) and found[40] == 1.0 and len(found) == SIZE
     v1 = SimpleNamespace(reward_score=scores[90], extra_fields={})
-    assert type(group_decisions.reward_of(v1)[0]) is float
-    assert group_decisions.reward_of(SimpleNamespace(reward_score=None, extra_fields={})) == (None, None)
+    assert type(group_driver.reward_of(v1)[0]) is float
+    assert group_driver.reward_of(SimpleNamespace(reward_score=None, extra_fields={})) == (None, None)
 
 
 def test_correct_samples_agree_in_spite_of_the_penalty(manager):
@@ -172,22 +165,23 @@ def test_without_the_penalty_the_group_is_null(manager):
 
 def test_a_row_that_has_left_is_no_candidate_and_one_without_output_still_counts(manager):
     """verl's v1 writes the row before the worker hook returns: reward and acc are left with the member."""
-    from esgrpo.hooks.verl import attempts, group_decisions
+    from esgrpo.algo import rollout
+    from esgrpo.hooks.verl import group_driver
 
-    made = worker()
-    made.esgrpo_members = {}
-    for number in range(4):
-        member = attempts.Member("v1", number, forecast=CERTAIN, tokens=20)
-        made.esgrpo_members["v1", number] = member
-        group_decisions.watch(made, member, SIZE)
-    made.esgrpo_coordinator = SimpleNamespace(groups={"v1": None})
-    for number in (0, 1):
-        member = made.esgrpo_members.pop(("v1", number))
-        member.score, member.acc = 1.0, True
-        group_decisions.ended(made, member, None)
-    sealed, open_ = made.esgrpo_members["v1", 2], made.esgrpo_members["v1", 3]
-    sealed.summary()
-    made.running = {2: 20, 3: 20}
-    asyncio.run(group_decisions.checkpoint(made, "v1"))
-    assert sealed.decision is None and open_.decision is not None
-    assert made.esgrpo_pruner.groups["v1"].finished[0].correct
+    async def scene():
+        driver = group_driver.Driver(0, BUDGET)
+        seats = [group_driver.join(driver, "v1", SIZE, forecast=CERTAIN) for _ in range(4)]
+        for seat in seats:
+            seat.on(rollout.Placed, replica=0)
+            seat.response.tokens = 20
+        for seat in seats[:2]:
+            seat.on(rollout.Sealed, now=0.0)
+            seat.on(rollout.MemberEnded, now=0.0, score=1.0, acc=True)
+        sealed, open_ = seats[2], seats[3]
+        sealed.on(rollout.Sealed, now=0.0)
+        driver.on(rollout.Progress("v1", {2: 20, 3: 20}))
+        return sealed.response.decision, open_.response.decision, driver.runs.rules.pruner.groups["v1"].finished[0]
+
+    decided_late, decided, finished = asyncio.run(scene())
+    assert decided_late is None and decided is not None
+    assert finished.correct

@@ -15,7 +15,7 @@ pytest.importorskip("transfer_queue")
 import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import batch_of, put  # noqa: E402
-from esgrpo.hooks.verl import attempts, v1_masked_rows, v1_response_rows, v1_trained_rows  # noqa: E402
+from esgrpo.hooks.verl import group_driver, v1_masked_rows, v1_response_rows, v1_trained_rows  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PRUNING = json.dumps({"enable": True, "segment_length": 2, "prune": {"repetition": {"enable": True}}})
@@ -41,23 +41,24 @@ def postprocess(queue, hooked: bool) -> dict:
         _compute_position_ids=lambda ids, *_: torch.arange(ids.shape[1]).unsqueeze(0))
     output = AgentLoopOutput(prompt_ids=[1, 2], response_ids=[3, 4, 5], response_mask=[1, 1, 1], num_turns=2,
                              metrics=AgentLoopMetrics(), extra_fields={"min_global_steps": 7, "max_global_steps": 7})
-    member = attempts.Member("u", 0)
-    member.spans, member.tokens = [[5, 2], [7, 1]], 3
+    seat = group_driver.join(group_driver.Driver(0, 8), "u", 1)
+    seat.response.spans, seat.response.tokens = [[5, 2], [7, 1]], 3
 
     async def scene():
-        token = attempts.current.set(member)
+        token = group_driver.current.set(seat)
         try:
             await function(worker, output, False, uid="u", session_id=0, global_steps=6, raw_prompt=[])
         finally:
-            attempts.current.reset(token)
+            group_driver.current.reset(token)
 
     asyncio.run(scene())
-    return {"tag": queue.tags["u_0_0"], "fields": queue.rows["u_0_0"]["extra_fields"], "score": member.score}
+    return {"tag": queue.tags["u_0_0"], "fields": queue.rows["u_0_0"]["extra_fields"],
+            "reward": seat.driver.rewards.get(("u", 0))}
 
 
 def test_a_row_carries_what_the_response_lived_through(queue):
     seen = postprocess(queue, hooked=True)
-    assert seen["fields"]["esgrpo"]["spans"] == [[5, 2], [7, 1]] and seen["score"] == 1.0
+    assert seen["fields"]["esgrpo"]["spans"] == [[5, 2], [7, 1]] and seen["reward"] == (1.0, True)
     assert (seen["tag"]["min_global_steps"], seen["tag"]["max_global_steps"]) == (5, 7)
 
 

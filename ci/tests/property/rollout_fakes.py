@@ -10,7 +10,8 @@ import asyncio
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from esgrpo.hooks.verl import attempts, client_attempts
+from esgrpo.algo import rollout
+from esgrpo.hooks.verl import attempt_places, client_attempts, group_driver
 
 RESPONSE_LENGTH = 32  # of the fake rollout config
 
@@ -36,9 +37,14 @@ class ResumingClient:
                                       async_training=SimpleNamespace(partial_rollout=partial_rollout))
         self.server, self.hooked = server, hooked
 
+    async def acquire(self, request_id):
+        """LLMServerClient._acquire_server."""
+        return getattr(self.server, "name", "0"), self.server
+
     async def single(self, request_id, *, prompt_ids, sampling_params, image_data=None, **kwargs):
         """LLMServerClient.generate, under the hook."""
-        output = await self.server.generate(prompt_ids, dict(sampling_params))
+        _, server = await (hooked_acquire(self, request_id) if self.hooked else self.acquire(request_id))
+        output = await server.generate(prompt_ids, dict(sampling_params))
         steps = output.extra_fields.get("global_steps")
         output.extra_fields.setdefault("min_global_steps", steps)
         output.extra_fields.setdefault("max_global_steps", steps)
@@ -89,15 +95,31 @@ class ResumingClient:
 
 
 hooked_single = client_attempts.build(ResumingClient.single)
+hooked_acquire = attempt_places.build(ResumingClient.acquire)
 
 
-def run_with_member(member, coroutine):
+def new_driver(budget: int = RESPONSE_LENGTH) -> group_driver.Driver:
+    """The driver of a worker, outside Ray; settings are those of the environment."""
+    return group_driver.Driver(0, budget)
+
+
+def seat_of(driver, group: str = "g", size: int = 8, number: int | None = None) -> group_driver.Seat:
+    """A member that has just begun; `number` where it is not the next one."""
+    return group_driver.join(driver, group, size, **({} if number is None else {"member": number}))
+
+
+def ended(seat, score=None, now: float = 0.0, **facts) -> dict:
+    """The record of a member that ends now."""
+    return seat.on(rollout.MemberEnded, now=now, score=score, **facts).record.row()
+
+
+def run_with_member(seat, coroutine):
     """Runs the coroutine the way an agent-loop worker runs one response: with its member in the context."""
     async def run():
-        token = attempts.current.set(member)
+        token = group_driver.current.set(seat)
         try:
             return await coroutine
         finally:
-            attempts.current.reset(token)
+            group_driver.current.reset(token)
 
     return asyncio.run(run())

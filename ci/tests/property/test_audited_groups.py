@@ -88,8 +88,8 @@ def test_nobody_is_asked_without_a_verdict_and_nothing_stays(case):
               if length == 0}
     for replica in world.replicas:
         assert set(replica.asks) <= doomed | failed and len(set(replica.asks)) == len(replica.asks)
-    assert world.worker.esgrpo_pruner.groups == {} and world.worker.esgrpo_pruner.audit._decided == {}
-    assert world.worker.esgrpo_coordinator.groups == {} and world.worker.esgrpo_members == {}
+    pruner = world.worker.esgrpo_driver.runs.rules.pruner
+    assert pruner.groups == {} and pruner.audit._decided == {} and world.worker.esgrpo_driver.runs.groups == {}
 
 
 def many(seed, rule="enough", **values):
@@ -133,7 +133,7 @@ def test_without_a_group_rule_nothing_is_asked_for_progress():
     case = many(1)
     case["values"]["prune"] = {"repetition": {"enable": True, **LOOPS}}
     world, rows = simulate(case)
-    assert world.worker.esgrpo_pruner is None and not any(replica.asks for replica in world.replicas)
+    assert world.worker.esgrpo_driver.runs.rules.pruner is None and not any(replica.asks for replica in world.replicas)
     assert all(row.extra_fields["esgrpo"]["keep_probability"] == 1 for row in rows)
 
 

@@ -9,8 +9,15 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ci.tests.property.rollout_fakes import RESPONSE_LENGTH, ResumingClient, TokenOutput, run_with_member
-from esgrpo.hooks.verl import attempts
+from ci.tests.property.rollout_fakes import (
+    RESPONSE_LENGTH,
+    ResumingClient,
+    TokenOutput,
+    ended,
+    new_driver,
+    run_with_member,
+    seat_of,
+)
 
 PROMPT = [900, 901, 902]
 # of a member whose coin has fallen
@@ -49,7 +56,7 @@ class ScriptedServer:
             if position:
                 self.version = max(self.version, 0) + 1  # a weight sync that kept the request
             if ask == position:
-                self.member.decision, asked = DOOMED, True
+                self.member.response.decision, asked = DOOMED, True
                 self.asked_in = len(self.kinds)
             stamps += [self.version] * min(grown, parameters["max_tokens"] - len(stamps))
         if len(stamps) == parameters["max_tokens"]:
@@ -109,7 +116,7 @@ def calls(draw, kinds, ask=False):
 
 
 def play(script, limit, budget, version=-1):
-    member = attempts.Member("g", 3)
+    member = seat_of(new_driver(), number=3)
     server = ScriptedServer(member, script, version)
     parameters = {"temperature": 1.0, "extra_args": {"mine": 1}, **({limit: budget} if limit else {})}
     given_parameters = {**parameters, "extra_args": dict(parameters["extra_args"])}
@@ -137,7 +144,7 @@ def check_tokens(member, server, output, budget):
 
 
 def check_summary(member, server):
-    summary = member.summary()
+    summary = ended(member, 1.0)
     assert summary["tokens"] == server.made == sum(count for _, count in summary["spans"])
     assert summary["spans"] == runs(server.stamps)
     assert [version for version, _ in summary["spans"]] == sorted({version for version, _ in summary["spans"]})
@@ -169,13 +176,13 @@ def test_every_response_ends_once_and_an_asked_one_is_not_resumed(call):
     summary = check_summary(member, server)
     last = server.kinds[-1]
     assert not {"finish", "prune"} & set(server.kinds[:-1])
-    if not member.doomed:
+    if not summary["candidate"]:
         assert summary["outcome"] == last == "finish"
         return
     assert server.asked_in == len(server.kinds) - 1
     assert (summary["outcome"], summary["rule"]) == ("prune", "enough")
     assert (output.stop_reason == "pruned") == (last != "finish")  # it may have ended before the engine heard of it
-    event(f"doomed={member.doomed}, last={last}")
+    event(f"last={last}")
 
 
 @given(calls(["finish", "abort"]))
@@ -183,7 +190,7 @@ def test_without_yields_the_client_returns_what_verl_would(call):
     """The hook adds a payload to read and changes nothing else."""
     script, limit, budget = call
     member, server, output = play(script, limit, budget)
-    plain_server = ScriptedServer(attempts.Member("g", 3), script)
+    plain_server = ScriptedServer(seat_of(new_driver(), number=3), script)
     generate = plain_server.generate
 
     async def with_fields(prompt_ids, parameters):
@@ -209,7 +216,7 @@ def test_without_yields_the_client_returns_what_verl_would(call):
 def test_the_plain_client_also_joins_yields(call):
     """LLMServerClient without verl's resuming loop around it: one call, one whole response."""
     script, limit, budget = call
-    member = attempts.Member("g", 3)
+    member = seat_of(new_driver(), number=3)
     server = ScriptedServer(member, script)
     parameters = {limit: budget} if limit else {}
     output = run_with_member(member, ResumingClient(server).attempt(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ci.tests.property.rollout_fakes import ResumingClient, TokenOutput
 from esgrpo import config
 from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
-from esgrpo.hooks.verl import attempts, group_members
+from esgrpo.hooks.verl import group_driver, group_members
 from esgrpo.hooks.verl.group_rows import mask_pruned
 
 PROMPT = [900]
@@ -39,15 +39,20 @@ class Running:
 class Replica:
     """One engine: a segment book and a list of running requests."""
 
-    def __init__(self, world):
-        self.world, self.running, self.asks = world, {}, []
+    def __init__(self, world, name):
+        self.world, self.name, self.running, self.asks = world, name, {}, []
         self.book = SegmentBook(world.settings)
         self.esgrpo_finish_group = SimpleNamespace(remote=self._finish_group)
         self.esgrpo_progress = SimpleNamespace(remote=self._progress)
+        self.esgrpo_take_aborted = SimpleNamespace(remote=self._take_aborted)
+        self.aborted = {}
 
     async def _finish_group(self, group, members, rule):
         self.asks += [(group, member) for member in members]
         return self.book.ask_finish(group, members, rule)
+
+    async def _take_aborted(self, group, member):
+        return self.aborted.pop((group, member), None)
 
     async def _progress(self, group):
         for _ in range(self.world.transit):
@@ -64,8 +69,7 @@ class Replica:
         assert request.max_tokens == BUDGET - request.done >= 1
         assert fields["done_before"] == request.done
         self.running[key] = request
-        self.book.add(key, fields["group"], fields["member"], fields["done_before"],
-                      exempt=fields.get("exempt", False), marks=fields.get("marks", ()), earlier=prompt_ids)
+        self.book.add(key, **fields, earlier=prompt_ids)
         return await request.future
 
     def step(self):
@@ -100,7 +104,10 @@ class Replica:
     def sync(self, keep: bool):
         for key, request in [] if keep else list(self.running.items()):
             del self.running[key]
-            self.book.close(key, len(request.tokens))
+            item = self.book.close(key, len(request.tokens))
+            self.aborted[request.fields["group"], request.fields["member"]] = {
+                "outcome": "abort", "rule": "", "spans": item.spans, "boundaries": item.boundaries, "logprob_sum": 0.0,
+                "replica": str(self.name), "arrived": 0.0}
             request.future.set_result(TokenOutput(request.tokens, None if not request.tokens else
                                                   [0.0] * len(request.tokens), None, "aborted", None,
                                                   {"global_steps": self.world.version}))
@@ -115,16 +122,16 @@ class Response:
     alphabet: int
     made: int = 0
     after_ask: int = 0
-    first_version: int | None = None
+    stamps: list = field(default_factory=list)  # version of the weights that made each token
 
     def generated(self, request, world):
         index = request.done + len(request.tokens)
         assert index == self.made, "a token was lost or made twice"
         request.tokens.append(index % self.alphabet)
         self.made += 1
-        self.first_version = world.version if self.first_version is None else self.first_version
-        member = world.worker.esgrpo_members[request.fields["group"], request.fields["member"]]
-        self.after_ask += member.doomed
+        self.stamps.append(world.version)
+        response = world.worker.esgrpo_driver.runs.response(request.fields["group"], request.fields["member"])
+        self.after_ask += response.doomed
 
 
 class World:
@@ -132,18 +139,10 @@ class World:
         self.settings, self.transit, self.rng = settings_, case["transit"], random.Random(case["seed"])
         self.case, self.version, self.requests = case, 0, 0
         self.responses = {}
-        self.replicas = [Replica(self) for _ in range(case["replicas"])]
+        self.replicas = [Replica(self, name) for name in range(case["replicas"])]
         for replica in self.replicas:
             replica.new_version(0)
-        balancer = SimpleNamespace(_servers=dict(enumerate(self.replicas)))
-        balancer.__ray_call__ = SimpleNamespace(remote=self._on_balancer)
-        self.balancer = balancer
-        self.worker = SimpleNamespace(rollout_config=SimpleNamespace(n=case["n"], response_length=BUDGET),
-                                      llm_client=SimpleNamespace(_load_balancer=balancer))
-
-    async def _on_balancer(self, function):
-        await asyncio.sleep(0)
-        return function(self.balancer)
+        self.worker = SimpleNamespace(rollout_config=SimpleNamespace(n=case["n"], response_length=BUDGET))
 
     def count(self):
         self.requests += 1
@@ -151,11 +150,11 @@ class World:
 
     async def agent_loop(self, worker, group, length, alphabet):
         """verl's _run_agent_loop: generate, then score. Length 0 stands for an agent loop that fails."""
-        member = attempts.current.get()
+        seat = group_driver.current.get()
         if length == 0:
             await asyncio.sleep(0)
             raise RuntimeError("no reward")
-        self.responses[group, member.number] = Response(length, alphabet)
+        self.responses[group, seat.number] = Response(length, alphabet)
         client = ResumingClient(self.rng.choice(self.replicas))
         output = await client.generate("r", prompt_ids=list(PROMPT), sampling_params={"max_tokens": BUDGET})
         for _ in range(self.case["scoring"]):
@@ -181,6 +180,8 @@ class World:
             for replica in self.replicas:
                 replica.step()
             await asyncio.sleep(0)
+        for _ in range(SLACK_STEPS + 2 * self.transit):  # what was still being asked when the last response ended
+            await asyncio.sleep(0)
         return [task.result() for task in tasks if task.exception() is None]
 
 
@@ -204,7 +205,7 @@ def cases(draw):
         "groups": {name: draw(st.lists(member, min_size=n, max_size=n)) for name in names},
         "syncs": draw(st.dictionaries(st.integers(1, 60), st.booleans(), max_size=6)),  # step -> requests are kept
         "values": {"enable": True, "segment_length": draw(st.integers(2, 30)),
-                   "boundary": draw(st.sampled_from(["soft", "yield"])),
+                   "boundary": draw(st.sampled_from(["soft", "yield"])), "sync": {"requests": "keep"},
                    "prune": prune},
     }
 
@@ -245,15 +246,15 @@ def test_every_response_ends_once_with_all_its_tokens(case):
             assert row.output.stop_reason in ("pruned", "length") or whole and row.output.stop_reason == "completed"
         versions = [version for version, _ in summary["spans"]]
         assert versions == sorted(set(versions))
-        assert sum(count for _, count in summary["spans"]) == response.made
+        assert [version for version, count in summary["spans"] for _ in range(count)] == response.stamps
         event(summary["outcome"] + " " + summary["rule"])
 
 
 @given(cases())
 def test_nothing_stays_behind(case):
     world, _ = simulate(case)
-    assert world.worker.esgrpo_coordinator.groups == {}
-    assert world.worker.esgrpo_members == {}
+    assert world.worker.esgrpo_driver.runs.groups == {} and not world.worker.esgrpo_driver._tasks
+    assert world.worker.esgrpo_driver.rewards == {}
     for replica in world.replicas:
         assert not replica.running and not replica.book.tracked and not replica.book.pending
         assert not replica.book._groups
@@ -318,7 +319,7 @@ def test_a_response_that_fails_finishes_nobody_and_leaves_nothing():
     assert (wrong["member"], wrong["outcome"], wrong["tokens"]) == (2, "finish", 21)
     assert (straggler["member"], straggler["rule"]) == (3, "enough") and straggler["tokens"] >= 21
     assert world.replicas[0].asks[-1] == ("g", 3)
-    assert world.worker.esgrpo_coordinator.groups == {} and world.worker.esgrpo_members == {}
+    assert world.worker.esgrpo_driver.runs.groups == {}
 
 
 def test_a_straggler_that_is_between_two_attempts_is_asked_as_well():

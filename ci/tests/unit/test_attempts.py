@@ -8,7 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from esgrpo.hooks.verl import attempts, client_attempts
+from ci.tests.property.rollout_fakes import ended, new_driver, seat_of
+from esgrpo.algo import rollout
+from esgrpo.hooks.verl import client_attempts, group_driver
+
+BUDGET = 1000
 
 # of a member whose coin has fallen
 DOOMED = {"rule": "enough", "prune": True, "keep_probability": 0.5, "reason": "coin", "tokens": 0, "pivot": 0.0}
@@ -26,49 +30,82 @@ def payload(outcome, spans, rule="", boundaries=0):
             "replica": "1", "arrived": 5.0}
 
 
+def play(seat, *outputs_and_prompts, left: int = BUDGET):
+    """Attempts of one member: (output, prompt tokens) each; returns the last action."""
+    async def scene():
+        return [await group_driver.attempt_ended(seat, output, prompt, left) for output, prompt in outputs_and_prompts]
+
+    return asyncio.run(scene())[-1]
+
+
 def test_an_attempt_tells_the_scheduler_what_was_done_before():
-    member = attempts.Member("g", 2)
-    assert {"group": "g", "member": 2, "done_before": 0}.items() <= member.fields().items()
-    member.record(output([1, 2, 3], "aborted", global_steps=4), 10)
-    assert member.fields()["done_before"] == 3
+    seat = seat_of(new_driver(), number=2)
+    assert {"group": "g", "member": 2, "done_before": 0}.items() <= seat.fields().items()
+    play(seat, (output([1, 2, 3], "aborted", global_steps=4), 10))
+    assert seat.fields()["done_before"] == 3
 
 
 def test_a_member_goes_on_where_it_was_interrupted_under_another_version():
-    member = attempts.Member("g", 1, version=3)
-    member.record(output([1, 2], payload=payload("yield", [[-1, 2]], boundaries=1)), 10)
-    member.record(output([3], "aborted"), 12)
-    again = attempts.Member.resumed(json.loads(json.dumps(member.state())), version=5)
-    assert again.fields() == {"group": "g", "member": 1, "done_before": 3, "length_class": "body", "move": False}
-    again.record(output([4, 5], payload=payload("finish", [[-1, 2]])), 13)
-    assert again.spans == [[3, 3], [5, 2]] and (again.tokens, again.attempts, again.boundaries) == (5, 3, 1)
+    driver = new_driver()
+    seat = group_driver.join(driver, "g", 2, version=3)
+    play(seat, (output([1, 2], payload=payload("yield", [[-1, 2]], boundaries=1)), 10), (output([3], "aborted"), 12))
+    state = json.loads(json.dumps(seat.response.state()))
+    assert seat.on(rollout.MemberEnded, now=0.0, carried=True) is None  # no record yet
+    again = group_driver.join(new_driver(), "g", 2, member=0, state=state, version=5)
+    assert again.fields() == {"group": "g", "member": 0, "done_before": 3, "length_class": "body", "move": False,
+                              "segment_length": 1024}
+    play(again, (output([4, 5], payload=payload("finish", [[-1, 2]])), 13))
+    row = ended(again)
+    assert row["spans"] == [[3, 3], [5, 2]] and (row["tokens"], row["attempts"], row["boundaries"]) == (5, 3, 1)
 
 
 def test_an_attempt_says_where_it_was_unless_it_was_aborted(monkeypatch):
-    monkeypatch.setattr(attempts.time, "time", lambda: 7.0)
-    member = attempts.Member("g", 0, started=2.0)
-    member.record(output([1], "aborted", global_steps=0), 10)
-    monkeypatch.setattr(attempts.time, "time", lambda: 9.0)
-    member.record(output([2, 3], payload=payload("finish", [[1, 2]])), 11)
-    assert member.summary()["places"] == [["", 2.0, 7.0, 1], ["1", 5.0, 9.0, 2]]
+    monkeypatch.setattr(group_driver.time, "time", lambda: 2.0)
+    seat = seat_of(new_driver())
+    monkeypatch.setattr(group_driver.time, "time", lambda: 7.0)
+    play(seat, (output([1], "aborted", global_steps=0), 10))
+    monkeypatch.setattr(group_driver.time, "time", lambda: 9.0)
+    play(seat, (output([2, 3], payload=payload("finish", [[1, 2]])), 11))
+    assert ended(seat)["places"] == [["", 2.0, 7.0, 1], ["1", 5.0, 9.0, 2]]
 
 
 def test_neighbouring_spans_of_one_version_become_one():
-    member = attempts.Member("g", 0)
-    member.record(output([1, 2], payload=payload("yield", [[3, 2]])), 10)
-    member.record(output([3], "aborted", global_steps=3), 12)
-    member.record(output([], "aborted", global_steps=4), 13)
-    member.record(output([4, 5], payload=payload("finish", [[4, 1], [5, 1]])), 13)
-    assert member.spans == [[3, 3], [4, 1], [5, 1]]
-    assert (member.tokens, member.attempts, member.outcome) == (5, 4, "finish")
+    seat = seat_of(new_driver())
+    play(seat, (output([1, 2], payload=payload("yield", [[3, 2]])), 10), (output([3], "aborted", global_steps=3), 12),
+         (output([], "aborted", global_steps=4), 13), (output([4, 5], payload=payload("finish", [[4, 1], [5, 1]])), 13))
+    row = ended(seat)
+    assert row["spans"] == [[3, 3], [4, 1], [5, 1]]
+    assert (row["tokens"], row["attempts"], row["outcome"]) == (5, 4, "finish")
+
+
+@pytest.mark.parametrize("keeps, spans", [(True, [[3, 600], [4, 400], [5, 1]]), (False, [[4, 1000], [5, 1]])])
+def test_tokens_of_a_kept_and_then_aborted_response_keep_their_versions(monkeypatch, keeps, spans):
+    """It lived through a sync and was aborted by a rebalance: vLLM answers that without a payload, the book knows.
+
+    Without `keep` nobody asks: there all tokens of an attempt are of the server's version (the negative control).
+    """
+    sync = {"requests": "keep"} if keeps else {}
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": True, "sync": sync}))
+    asked = []
+
+    async def take(group, member):
+        asked.append((group, member))
+        return payload("abort", [[3, 600], [4, 400]])
+
+    seat = seat_of(new_driver())
+    seat.placed("r", SimpleNamespace(esgrpo_take_aborted=SimpleNamespace(remote=take)))
+    play(seat, (output(range(1000), "aborted", global_steps=4), 10),
+         (output([1], payload=payload("finish", [[5, 1]])), 1010))
+    assert ended(seat)["spans"] == spans and asked == ([("g", 0)] if keeps else [])
 
 
 def test_reprefill_counts_what_was_computed_again():
-    member = attempts.Member("g", 0)
-    member.record(output([1], "aborted", global_steps=0, num_cached_tokens=0), 100)
-    assert member.reprefill == 0  # the first prefill is not a waste
-    member.record(output([1], "aborted", global_steps=1, num_cached_tokens=64), 101)
-    member.record(output([1], payload=payload("finish", [[1, 1]]), num_cached_tokens=None), 102)
-    assert member.reprefill == (101 - 64) + 102
+    seat = seat_of(new_driver())
+    play(seat, (output([1], "aborted", global_steps=0, num_cached_tokens=0), 100))
+    assert seat.response.reprefill == 0  # the first prefill is not a waste
+    play(seat, (output([1], "aborted", global_steps=1, num_cached_tokens=64), 101),
+         (output([1], payload=payload("finish", [[1, 1]]), num_cached_tokens=None), 102))
+    assert seat.response.reprefill == (101 - 64) + 102
 
 
 @pytest.mark.parametrize("asked, stop_reason, outcome, left", [
@@ -76,42 +113,44 @@ def test_reprefill_counts_what_was_computed_again():
     (True, "completed", "finish", "completed"),
 ])
 def test_a_finish_that_meets_a_weight_sync(asked, stop_reason, outcome, left):
-    member = attempts.Member("g", 0, decision=DOOMED if asked else None)
+    seat = seat_of(new_driver())
+    seat.response.decision = DOOMED if asked else None
     attempt = output([1], stop_reason, global_steps=1)
-    member.record(attempt, 10)
-    assert (member.outcome, attempt.stop_reason) == (outcome, left)
-    assert member.rule == ("enough" if outcome == "prune" else "")
+    play(seat, (attempt, 10))
+    assert (seat.response.outcome, attempt.stop_reason) == (outcome, left)
+    assert seat.response.rule == ("enough" if outcome == "prune" else "")
 
 
 @pytest.mark.parametrize("outcome, stop_reason", [("finish", "completed"), ("prune", "pruned"), ("yield", "segment")])
 def test_stop_reason_says_what_really_happened(outcome, stop_reason):
-    member = attempts.Member("g", 0)
+    seat = seat_of(new_driver())
     attempt = output([1], payload=payload(outcome, [[0, 1]], rule="repetition", boundaries=2))
-    member.record(attempt, 10)
+    play(seat, (attempt, 10))
     assert attempt.stop_reason == stop_reason
     assert "kv_transfer_params" not in attempt.extra_fields
-    assert (member.rule, member.boundaries, member.logprob_sum) == ("repetition", 2, -1.5)
+    response = seat.response
+    assert (response.rule, response.boundaries, response.logprob_sum) == ("repetition", 2, -1.5)
 
 
 def test_a_version_that_nobody_knows_is_minus_one():
-    member = attempts.Member("g", 0)
-    member.record(output([1], "aborted"), 10)
-    assert member.spans == [[-1, 1]]
+    seat = seat_of(new_driver())
+    play(seat, (output([1], "aborted"), 10))
+    assert seat.response.spans == [[-1, 1]]
 
 
 def run_attempts(outputs, budget, ask_after=None):
-    """The hooked client on these outputs; returns the result, the member and the max_tokens of every attempt."""
-    budgets, member = [], attempts.Member("g", 0)
+    """The hooked client on these outputs; returns the result, the record and the max_tokens of every attempt."""
+    budgets, seat = [], seat_of(new_driver())
 
     async def original(self, request_id, *, prompt_ids, sampling_params):
         budgets.append(sampling_params["max_tokens"])
-        member.decision = DOOMED if len(budgets) == ask_after else member.decision
+        seat.response.decision = DOOMED if len(budgets) == ask_after else seat.response.decision
         return outputs[len(budgets) - 1]
 
     client = SimpleNamespace()
     arguments = {"prompt_ids": [9], "sampling_params": {"max_tokens": budget}}
-    total = asyncio.run(client_attempts.generate_member(original, client, member, ("r",), arguments))
-    return total, member, budgets
+    total = asyncio.run(client_attempts.generate_member(original, client, seat, ("r",), arguments))
+    return total, ended(seat), budgets
 
 
 def test_a_yield_on_the_last_token_is_not_submitted_again():
@@ -120,9 +159,9 @@ def test_a_yield_on_the_last_token_is_not_submitted_again():
 
 
 def test_a_yield_of_a_member_that_was_asked_ends_it():
-    total, member, budgets = run_attempts([output([1, 2], payload=payload("yield", [[0, 2]]))], 8, ask_after=1)
+    total, row, budgets = run_attempts([output([1, 2], payload=payload("yield", [[0, 2]]))], 8, ask_after=1)
     assert (total.token_ids, total.stop_reason, budgets) == ([1, 2], "pruned", [8])
-    assert (member.outcome, member.rule) == ("prune", "enough")
+    assert (row["outcome"], row["rule"]) == ("prune", "enough")
 
 
 def test_versions_of_joined_attempts_run_from_the_first_to_the_last():
@@ -141,16 +180,42 @@ def test_an_attempt_says_its_class_and_whether_it_may_be_moved(monkeypatch, fore
         segment = {"enable": True, "history": {"enable": True}, "routing": {"enable": routing, "tail_share": share}}
         monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps(segment))
         monkeypatch.setenv("ESGRPO_FACTS", json.dumps({"replicas": replicas}))
-        fields = attempts.Member("g", 0, forecast=forecast, length_class=own).fields()
+        seat = group_driver.join(new_driver(), "g", 8, forecast=forecast)
+        seat.response.length_class = own
+        fields = seat.fields()
         assert (fields["length_class"], fields["move"]) == (expected[0], expected[1] and replicas > 1 and share > 0)
 
 
 def test_the_versions_of_a_response_are_those_of_its_tokens():
     """A kept request ends after two syncs; the server says 5 for all of it."""
-    member = attempts.Member("g", 0)
+    seat = seat_of(new_driver())
     answer = output([1, 2, 3], payload=payload("finish", [[3, 1], [4, 2]]), global_steps=5, min_global_steps=5,
                     max_global_steps=5)
-    member.record(answer, 10)
+    play(seat, (answer, 10))
     assert {name: answer.extra_fields[name] for name in ("global_steps", "min_global_steps", "max_global_steps")} == {
         "global_steps": 4, "min_global_steps": 3, "max_global_steps": 4}
-    assert (member.outcome, member.attempts, member.reprefill) == ("finish", 1, 0)  # nothing was aborted
+    row = ended(seat)
+    assert (row["outcome"], row["attempts"], row["reprefill"]) == ("finish", 1, 0)  # nothing was aborted
+
+
+def test_a_server_that_does_not_answer_costs_the_advice_and_no_response(monkeypatch, capsys):
+    """Finished members hand their output on although every call about their group raises; counted, and said once."""
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({
+        "enable": True, "boundary": "yield", "elastic": {"enable": True, "min_length": 2, "max_length": 8},
+        "segment_length": 8}))
+
+    async def broken(*_):
+        raise ConnectionError("the server is gone")
+
+    async def scene():
+        driver = new_driver()
+        seats = [seat_of(driver) for _ in range(8)]
+        for seat in seats:
+            seat.placed("r", SimpleNamespace(esgrpo_progress=SimpleNamespace(remote=broken)))
+        rows = [ended(seat, 1.0) for seat in seats]
+        await asyncio.sleep(0.01)
+        return driver, rows
+
+    driver, rows = asyncio.run(scene())
+    assert [row["outcome"] for row in rows] == ["finish"] * 8
+    assert driver.decisions["advice/failed"] == 7 and capsys.readouterr().err.count("the server is gone") == 1

@@ -87,7 +87,7 @@ class Verdict:
 
 
 class Audit:
-    """One audit per agent-loop worker; a window belongs to one rule of one worker. `to_state` outlives a restart.
+    """One audit for the run: each worker has a copy, and outcomes reach all copies. `to_state` outlives a restart.
 
     Invariants: pi does not depend on the coin; pi = 1 once `max_fraction` of the group is pruned, when fewer than two
     members would be left, and while a rule has too few outcomes or too high a bound at its scale; nobody is decided
@@ -148,16 +148,24 @@ class Audit:
         self._decided.setdefault(candidate.group, {})[candidate.member] = candidate, verdict
         return verdict
 
-    def resolve(self, group: str, member: int, false: bool) -> None:
-        """An exempted candidate ended; `false`: pruning it would have been wrong."""
+    def resolve(self, group: str, member: int, false: bool) -> tuple[str, float, bool] | None:
+        """An exempted candidate ended; `false`: pruning it would have been wrong.
+
+        Returns what `learn` is told, None where it is no evidence.
+        """
         candidate, verdict = self._decided[group][member]
         if verdict.prune:
             raise ValueError(f"member {member} of {group} was pruned: nobody knows how it would have ended")
         if verdict.reason not in SAMPLED:
-            return
-        window = self._windows.setdefault(candidate.rule, deque(maxlen=self.settings.window))
-        window.append((candidate.score, bool(false)))
-        self._adjust(candidate.rule)
+            return None
+        outcome = candidate.rule, candidate.score, bool(false)
+        self.learn(*outcome)
+        return outcome
+
+    def learn(self, rule: str, score: float, false: bool) -> None:
+        """The outcome of an exempted candidate, of this worker or of another one."""
+        self._windows.setdefault(rule, deque(maxlen=self.settings.window)).append((score, false))
+        self._adjust(rule)
 
     def _adjust(self, rule: str) -> None:
         """Tighten until the bound is met, or too little evidence is left and the rule warms up at the new scale."""

@@ -10,6 +10,7 @@ from esgrpo.algo import pruning
 from esgrpo.algo.audit import Audit, Candidate, Verdict
 from esgrpo.algo.segments import REPETITION
 
+OUTCOME, PASSED_BY, LENGTH = "outcome", "passed-by", "length"  # kinds of lessons
 STATE_VERSION = 1  # of what `GroupPruner.to_state` returns
 
 
@@ -79,6 +80,29 @@ class GroupPruner:
         self.prune, self.audit, self.budget = settings.prune, audit, budget
         self.calibration = pruning.LengthCalibration()
         self.groups: dict[str, Watched] = {}
+        self.lessons: list[list] = []  # what this worker learned and others have not heard; JSON-able
+
+    def _learned(self, kind: str, *facts) -> None:
+        self.lessons.append([kind, *facts])
+        self._take_in(kind, *facts)
+
+    def _take_in(self, kind: str, *facts) -> None:
+        if kind == LENGTH:
+            self.calibration.learn(*facts)
+        elif kind == PASSED_BY:
+            self.audit.passed_by(*facts)
+        else:
+            self.audit.learn(*facts)
+
+    def take_lessons(self) -> list[list]:
+        """What is to be told to the other workers of the run; each lesson once."""
+        lessons, self.lessons = self.lessons, []
+        return lessons
+
+    def absorb(self, lessons: list[list]) -> None:
+        """What other workers learned: one audit for the run, whoever saw the outcome."""
+        for lesson in lessons:
+            self._take_in(*lesson)
 
     def watch(self, group: str, size: int, forecast: dict | None) -> Watched:
         watched = self.groups.setdefault(group, Watched(size))
@@ -114,9 +138,11 @@ class GroupPruner:
         pi = 1.0 if decided is None else decided.verdict.pi
         if member in watched.seen:
             prior, doublings, agreed_on = watched.seen[member]
-            self.calibration.learn(prior, doublings, ending.correct != agreed_on, 1 / pi)
+            self._learned(LENGTH, prior, doublings, ending.correct != agreed_on, 1 / pi)
         if decided is not None:
-            self.audit.resolve(group, member, self._was_false(watched, member, decided.verdict.rule, ending))
+            outcome = self.audit.resolve(group, member, self._was_false(watched, member, decided.verdict.rule, ending))
+            if outcome is not None:
+                self.lessons.append([OUTCOME, *outcome])
 
     @staticmethod
     def _was_false(watched: Watched, member: int, rule: str, ending: Finished) -> bool:
@@ -136,7 +162,7 @@ class GroupPruner:
             return None
         score = surprisal / rule.max_surprisal if rule.max_surprisal else 0.0
         if score > self.audit.scale(REPETITION):
-            self.audit.passed_by(REPETITION)
+            self._learned(PASSED_BY, REPETITION)
             return None
         if not rule.keep_row:
             self._fix_pivot(watched)
@@ -150,14 +176,19 @@ class GroupPruner:
         if watched.pivot is None:
             watched.pivot = _pivot([item.score for item in watched.finished.values()])
 
-    def checkpoint(self, group: str, running: Mapping[int, int]) -> dict[int, Decided]:
-        """Decide about running members (member -> tokens of the response so far); returns the new decisions."""
+    def checkpoint(self, group: str, running: Mapping[int, int],
+                   committed: Mapping[int, int] | None = None) -> dict[int, Decided]:
+        """Decide about members that decode now (member -> tokens of the response so far); returns the new decisions.
+
+        `committed` has the tokens of members that are between two attempts: nobody decides about them, and yet what
+        they may become counts.
+        """
         watched = self.groups.get(group)
         if watched is None:
             return {}
         open_ = [member for member in running if member not in watched.decided and member not in watched.finished]
-        new = {}
-        for member, (rule, score) in self._candidates(watched, open_, running).items():
+        new, tokens = {}, {**(committed or {}), **running}
+        for member, (rule, score) in self._candidates(watched, open_, tokens, running).items():
             self._fix_pivot(watched)
             verdict = self._decide(group, watched, member, rule, score)
             new[member] = watched.decided[member] = Decided(verdict, running[member], watched.pivot)
@@ -168,7 +199,8 @@ class GroupPruner:
         return self.audit.decide(Candidate(group, member, rule, watched.size, watched.pruned, others, score,
                                            **kind))
 
-    def _candidates(self, watched: Watched, open_: list[int], running: Mapping[int, int]) -> dict:
+    def _candidates(self, watched: Watched, open_: list[int], tokens: Mapping[int, int],
+                    running: Mapping[int, int]) -> dict:
         """member -> (rule, score) of the open members, in order of their numbers; the first rule that fits counts."""
         found: dict[int, tuple[str, float]] = {}
 
@@ -176,17 +208,17 @@ class GroupPruner:
             if score is None or not open_:
                 return
             if score > self.audit.scale(rule):
-                self.audit.passed_by(rule)
+                self._learned(PASSED_BY, rule)
                 return
             for member in open_:
                 found.setdefault(member, (rule, score))
 
         if self.prune.resolved.enable:
-            propose(pruning.RESOLVED, self._resolved(watched, running))
+            propose(pruning.RESOLVED, self._resolved(watched, tokens, running))
         propose(pruning.ENOUGH, watched.enough(self.prune.finish_group_after))
         return dict(sorted(found.items()))
 
-    def _resolved(self, watched: Watched, running: Mapping[int, int]) -> float | None:
+    def _resolved(self, watched: Watched, tokens: Mapping[int, int], running: Mapping[int, int]) -> float | None:
         """Score of the resolved rule; every unfinished member counts, also one that is in no engine right now."""
         agreed_on = watched.agreed()
         if agreed_on is None:
@@ -198,7 +230,7 @@ class GroupPruner:
             pruned = member in watched.decided and watched.decided[member].verdict.prune
             if member in watched.finished or member in watched.removed or pruned:
                 continue
-            doublings = self.calibration.doublings(running.get(member, 0), lengths)
+            doublings = self.calibration.doublings(tokens.get(member, 0), lengths)
             probabilities.append(self.calibration.probability(prior, doublings))
             if member in running:
                 watched.seen.setdefault(member, (prior, doublings, agreed_on))

@@ -109,6 +109,13 @@ GO_ON, LOOP, HELD_LOOP = Decision(CONTINUE), Decision(PRUNE, REPETITION), Decisi
 BOUNDARY, MOVE = Decision(YIELD, "boundary"), Decision(YIELD, "move")
 
 
+def at_boundary(length_class: str, move: bool, yields: bool) -> Decision:
+    """What a boundary does with a response that no rule stops. `move`: it may be handed back to change its replica."""
+    if length_class == TAIL and move:
+        return MOVE
+    return BOUNDARY if yields else GO_ON
+
+
 @dataclass(slots=True)
 class Tracked:
     """One response in this engine. `done_before` counts tokens of its earlier attempts, elsewhere or before a sync."""
@@ -154,8 +161,11 @@ class SegmentBook:
         self._loop = HELD_LOOP if settings.audited else LOOP  # the audit's coin is tossed where the response comes from
 
     def add(self, key: Hashable, group: str, member: int, done_before: int, length_class: str = BODY,
-            move: bool = False, exempt: bool = False, marks: Sequence[Mark] = (), earlier: Sequence[int] = ()) -> None:
+            move: bool = False, segment_length: int | None = None, exempt: bool = False, marks: Sequence[Mark] = (),
+            earlier: Sequence[int] = ()) -> None:
         """Track one attempt. `exempt`: the rule for loops has been let off.
+
+        `segment_length` is what its group was told last, perhaps by way of other engines.
 
         `marks` are what `carried_marks` gave at the end of the attempt before, `earlier` are the tokens before this
         attempt, of which the newest are needed.
@@ -163,6 +173,8 @@ class SegmentBook:
         repetition = self.settings.prune.repetition
         if self._lengths.get(group, (0, False))[1]:  # told while this attempt was on its way
             length_class = TAIL
+        elif segment_length is not None and segment_length != self._length:
+            self._lengths[group] = segment_length, False
         item = Tracked(group, member, done_before, length_class, move,
                        self._boundary_after(done_before, group, length_class),
                        next_multiple(done_before, repetition.check_interval)
@@ -256,10 +268,9 @@ class SegmentBook:
         return [[at, summed - logprobs[0], rows - logprobs[1]] for at, summed, rows in marks]
 
     def _at_boundary(self, item: Tracked) -> Decision:
-        if item.length_class == TAIL and item.move:
-            item.move = False
-            return MOVE
-        return BOUNDARY if self._yields else GO_ON
+        decision = at_boundary(item.length_class, item.move, self._yields)
+        item.move = item.move and decision is not MOVE
+        return decision
 
     def set_segment_length(self, group: str, length: int, tail: bool, token_counts: dict[Hashable, int]) -> int:
         """Segments of this group have `length` tokens from the next boundary on; returns how many responses are here.

@@ -7,6 +7,7 @@ HOOK_FILES: tuple[str, ...] = (
     "verl.driver_refusal",
     "verl.handshake",
     "verl.client_attempts",
+    "verl.attempt_places",
     "verl.group_members",
     "verl.group_rows",
     "verl.server_control",

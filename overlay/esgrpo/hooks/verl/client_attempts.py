@@ -26,20 +26,21 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     async def generate(self, *args, **kwargs):
-        from esgrpo.hooks.verl import attempts, client_attempts
+        from esgrpo.hooks.verl import client_attempts, group_driver
 
-        member = attempts.current.get()
-        if member is None:  # validation, or a caller outside a group
+        seat = group_driver.current.get()
+        if seat is None:  # validation, or a caller outside a group
             return await original(self, *args, **kwargs)
-        return await client_attempts.generate_member(original, self, member, args, kwargs)
+        return await client_attempts.generate_member(original, self, seat, args, kwargs)
 
     return generate
 
 
-async def generate_member(original, client, member, args, kwargs):
+async def generate_member(original, client, seat, args, kwargs):
     import inspect
 
-    from esgrpo.hooks.verl import attempts
+    from esgrpo.algo.rollout import HandOn
+    from esgrpo.hooks.verl import group_driver
 
     bound = inspect.signature(original).bind(client, *args, **kwargs)
     prompt = list(bound.arguments["prompt_ids"])
@@ -48,22 +49,19 @@ async def generate_member(original, client, member, args, kwargs):
     if budget is None:
         budget = client.config.actor_rollout_ref.rollout.response_length
     parameters.pop("max_new_tokens", None)
-    total = None
+    total, fields = None, seat.fields()
     while True:
         done = [] if total is None else total.token_ids
-        extra = {**(parameters.get("extra_args") or {}), "segment": member.fields()}
+        extra = {**(parameters.get("extra_args") or {}), "segment": fields}
         bound.arguments["sampling_params"] = {**parameters, "max_tokens": budget - len(done), "extra_args": extra}
         bound.arguments["prompt_ids"] = prompt + done
         output = await original(*bound.args, **bound.kwargs)
-        member.record(output, len(prompt) + len(done))
+        action = await group_driver.attempt_ended(seat, output, len(prompt) + len(done),
+                                                  budget - len(done) - len(output.token_ids))
         total = output if total is None else _joined(total, output)
-        if total.stop_reason != "segment" or len(total.token_ids) >= budget:
+        if isinstance(action, HandOn):
             return total
-        if member.is_held_loop:
-            attempts.judge.get()(member)
-        if member.doomed:  # since it left the engine: nobody there can hear of it
-            member.outcome, member.rule, total.stop_reason = "prune", member.decision["rule"], "pruned"
-            return total
+        fields = action.fields
 
 
 def _joined(total, output):

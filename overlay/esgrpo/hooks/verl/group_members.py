@@ -1,4 +1,4 @@
-"""Gives every response its group and number, runs the group coordinator, and records what happened."""
+"""Gives every response its group and number, and records what happened to it."""
 
 from __future__ import annotations
 
@@ -33,99 +33,36 @@ def build(original):
         if arguments["trajectory"]["validate"] or group is None:
             return await original(self, *args, **kwargs)
         forecast = arguments["kwargs"].get("esgrpo_forecast")
-        prompt = group_members.prompt_of(self, str(group), arguments["kwargs"].get("raw_prompt"))
-        return await group_members.run_member(original, self, str(group), args, kwargs, forecast, prompt)
+        raw_prompt = arguments["kwargs"].get("raw_prompt")
+        return await group_members.run_member(original, self, str(group), args, kwargs, forecast, raw_prompt)
 
     return _run_agent_loop
 
 
-def coordinator_of(worker):
-    """The coordinator of this worker process, made on first use."""
-    from esgrpo.algo.grouping import GroupCoordinator
+async def run_member(original, worker, group: str, args, kwargs, forecast=None, raw_prompt=None):
+    import time
 
-    if not hasattr(worker, "esgrpo_coordinator"):
-        worker.esgrpo_coordinator = GroupCoordinator()
-        worker.esgrpo_members = {}
-    return worker.esgrpo_coordinator
+    from esgrpo import records
+    from esgrpo.algo import rollout
+    from esgrpo.hooks.verl import group_driver
 
-
-def collision(group: str):
-    from esgrpo.errors import EsgrpoError
-
-    return EsgrpoError("group-members", f"group id {group} is in use by another prompt", "one uid per prompt",
-                       "rewards of two prompts would be mixed, the run stops", "make non_tensor_batch['uid'] unique")
-
-
-def prompt_of(worker, group: str, raw_prompt) -> str | None:
-    """Key of a group's prompt, computed once a group; None when the data set gives no raw_prompt."""
-    from esgrpo.algo.history import prompt_key
-
-    known = worker.__dict__.setdefault("esgrpo_prompts", {})
-    if group not in known:
-        known[group] = None if raw_prompt is None else prompt_key(raw_prompt)
-    return known[group]
-
-
-async def run_member(original, worker, group: str, args, kwargs, forecast=None, prompt=None):
-    from esgrpo.algo.grouping import FAILED, FINISHED, PRUNED, GroupCollision
-    from esgrpo.hooks.verl import attempts, group_decisions, segment_length
-    from esgrpo.records import write
-
-    coordinator = coordinator_of(worker)
-    size = worker.rollout_config.n
-    try:
-        number = coordinator.join(group, size)
-    except GroupCollision:
-        raise collision(group) from None
-    member = attempts.Member(group, number, forecast=forecast, prompt=prompt)
-    worker.esgrpo_members[group, number] = member
-    group_decisions.watch(worker, member, size)
-    token = attempts.current.set(member)
-    judge = attempts.judge.set(functools.partial(group_decisions.judge_loop, worker))
-    outcome, output = FAILED, None
+    driver = group_driver.of_worker(worker, worker.rollout_config.response_length)
+    seat = group_driver.join(driver, group, worker.rollout_config.n, forecast=forecast,
+                             prompt=driver.prompt(group, raw_prompt))
+    token = group_driver.current.set(seat)
+    ending = {"failed": True}
     try:
         output = await original(worker, *args, **kwargs)
-        outcome = PRUNED if member.doomed or member.outcome == "prune" else FINISHED
+        # verl's v1 hands nothing back: v1-response-rows has seen the output and put its reward aside
+        reward = driver.rewards.get((group, seat.number), (None, None)) if output is None else (
+            group_driver.reward_of(output))
+        ending = dict(zip(("score", "acc"), reward, strict=True))
     finally:
-        attempts.current.reset(token)
-        attempts.judge.reset(judge)
-        del worker.esgrpo_members[group, number]
-        coordinator.leave(group, number, outcome)
-        group_decisions.ended(worker, member, output)
-        if group not in coordinator.groups:
-            worker.__dict__.get("esgrpo_prompts", {}).pop(group, None)
-    await group_decisions.checkpoint(worker, group)
-    if group not in coordinator.groups:
-        group_decisions.save(worker)
-    await segment_length.after_leave(worker, group, coordinator, member)
-    if output is None:  # verl's v1: v1-response-rows has put the summary into the row
-        write("responses", {**member.summary(), "score": member.score})
-        return None
-    if member.spans and member.spans[0][0] >= 0:  # verl's range starts with the version at the end of an attempt
-        output.extra_fields["min_global_steps"] = member.spans[0][0]
-    score, _ = group_decisions.reward_of(output)
-    summary = {**member.summary(), "score": score, **group_decisions.report(worker, member)}
-    output.extra_fields["esgrpo"] = summary
-    write("responses", summary)
+        group_driver.current.reset(token)
+        driver.rewards.pop((group, seat.number), None)
+        record = seat.on(rollout.MemberEnded, now=time.time(), **ending)
+    row = group_driver.row_of(record)
+    records.write("responses", row)
+    if output is not None:
+        group_driver.attach(output, row)
     return output
-
-
-async def servers_of(worker) -> list:
-    from esgrpo.hooks.verl.server_calls import answers_if_any
-
-    call = worker.llm_client._load_balancer.__ray_call__.remote(_handles)
-    return sum(await answers_if_any([call], "handles of servers", "the group goes on without advice"), [])
-
-
-async def finish_members(group: str, numbers: list[int], rule: str, servers: list) -> None:
-    """Ask every replica to end these members with the tokens they have; a member lives on one of them."""
-    from esgrpo.hooks.verl.server_calls import answers_if_any
-    from esgrpo.hooks.verl.server_control import methods
-
-    await answers_if_any([call.remote(group, numbers, rule) for call in methods(servers, "esgrpo_finish_group")],
-                         "finish_group", "its members run to their end")
-
-
-def _handles(balancer) -> list:
-    """Runs inside the load balancer."""
-    return list(balancer._servers.values())

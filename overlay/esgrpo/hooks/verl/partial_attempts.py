@@ -31,7 +31,7 @@ HOOK = Hook(
 
 @dataclass
 class Attempt:
-    """One answer of the partial server in the shape that Member.record reads."""
+    """One answer of the partial server in the shape of verl's TokenOutput."""
 
     token_ids: list
     stop_reason: str
@@ -41,19 +41,22 @@ class Attempt:
 def build(original):
     @functools.wraps(original)
     async def _generate_attempt(self, *args, **kwargs):
-        from esgrpo.hooks.verl import attempts, partial_attempts
+        from esgrpo.hooks.verl import group_driver, partial_attempts
 
-        member = attempts.current.get()
-        if member is None:  # a caller outside a group
+        seat = group_driver.current.get()
+        if seat is None:  # a caller outside a group
             return await original(self, *args, **kwargs)
-        return await partial_attempts.generate_member(original, self, member, args, kwargs)
+        return await partial_attempts.generate_member(original, self, seat, args, kwargs)
 
     return _generate_attempt
 
 
-async def generate_member(original, client, member, args, kwargs):
+async def generate_member(original, client, seat, args, kwargs):
     """All attempts of this call: (token ids, log-probs, interrupted, extra fields of the last attempt)."""
     import inspect
+
+    from esgrpo.algo.rollout import HandOn
+    from esgrpo.hooks.verl import group_driver
 
     bound = inspect.signature(original).bind(client, *args, **kwargs)
     prompt = list(bound.arguments["prompt_ids"])
@@ -61,19 +64,20 @@ async def generate_member(original, client, member, args, kwargs):
     budget = parameters.get("max_tokens")
     if budget is None:
         budget = client.config.actor_rollout_ref.rollout.response_length
-    tokens, log_probs, extra, interrupted = [], [], {}, False
+    tokens, log_probs, extra, interrupted, fields = [], [], {}, False, seat.fields()
     while True:
-        segment = {**(parameters.get("extra_args") or {}), "segment": member.fields()}
+        segment = {**(parameters.get("extra_args") or {}), "segment": fields}
         bound.arguments["sampling_params"] = {**parameters, "max_tokens": budget - len(tokens), "extra_args": segment}
         bound.arguments["prompt_ids"] = prompt + tokens
         new_tokens, new_log_probs, interrupted, extra = await original(*bound.args, **bound.kwargs)
-        if interrupted and not new_tokens:  # paused before a token was made: nothing to record
-            member.outcome = "abort"
+        if interrupted and not new_tokens:  # paused before a token was made: nothing happened
             break
         attempt = Attempt(list(new_tokens), "aborted" if interrupted else "completed", dict(extra))
-        member.record(attempt, len(prompt) + len(tokens))
+        action = await group_driver.attempt_ended(seat, attempt, len(prompt) + len(tokens),
+                                                  budget - len(tokens) - len(new_tokens))
         tokens += new_tokens
         log_probs += new_log_probs
-        if attempt.stop_reason != "segment" or len(tokens) >= budget:
+        if isinstance(action, HandOn):
             break
+        fields = action.fields
     return tokens, log_probs, interrupted, extra

@@ -51,23 +51,22 @@ def open_group(worker, size: int, outputs) -> str:
     """The id of the group of this call: a new one, or the one that its earlier outputs carry."""
     import uuid
 
-    from esgrpo.algo.grouping import FINISHED, PRUNED, GroupCollision
-    from esgrpo.hooks.verl.attempts import STATE
-    from esgrpo.hooks.verl.group_members import collision, coordinator_of
+    from esgrpo.algo import rollout
+    from esgrpo.algo.terms import Outcome
+    from esgrpo.hooks.verl import group_driver
+    from esgrpo.hooks.verl.partial_members import STATE
 
     group, ended = None, {}
     for output in outputs or ():
         if output is None:
             continue
-        state, summary = output.extra_fields.get(STATE), output.extra_fields.get("esgrpo")
-        known = state or summary
+        state, row = output.extra_fields.get(STATE), output.extra_fields.get("esgrpo")
+        known = state or row
         group = known["group"] if known else group
-        if summary:
-            ended[summary["member"]] = (
-                PRUNED if summary["outcome"] == "prune" else FINISHED)
+        if row:
+            ended[row["member"]] = Outcome(row["outcome"])
     group = group or uuid.uuid4().hex
-    try:
-        coordinator_of(worker).reopen(group, size, ended)
-    except GroupCollision:
-        raise collision(group) from None
+    driver = group_driver.of_worker(worker, worker.config.actor_rollout_ref.rollout.response_length)
+    with group_driver.collisions_in_one_line(group):
+        driver.on(rollout.Reopened(group, size, ended))
     return group

@@ -22,6 +22,8 @@ HOOK = Hook(
     without=((LATER, ELSEWHERE),),
 )
 
+STATE = "esgrpo_member"  # key in extra_fields under which an interrupted response carries its state
+
 
 def build(original):
     @functools.wraps(original)
@@ -41,53 +43,39 @@ def build(original):
     return _partial_run_agent_loop
 
 
-def _member(worker, group: str, given: dict):
-    """The member of this call: new, or resumed from the state that its interrupted output carries."""
-    from esgrpo.algo.grouping import GroupCollision
-    from esgrpo.hooks.verl import attempts
-    from esgrpo.hooks.verl.group_members import collision, coordinator_of, prompt_of
-
-    coordinator = coordinator_of(worker)
-    output, version = given.get("output"), given.get("param_version")
-    version = None if version is None else int(version)  # a numpy integer would not go into a record
-    state = None if output is None else output.extra_fields.get(attempts.STATE)
-    size = worker.config.actor_rollout_ref.rollout.n
-    try:
-        number = coordinator.join(group, size, None if state is None else state["number"])
-    except GroupCollision:
-        raise collision(group) from None
-    if state is not None:
-        return attempts.Member.resumed(state, version)
-    return attempts.Member(group, number, version=version, prompt=prompt_of(worker, group, given.get("raw_prompt")))
-
-
 async def run_member(original, worker, group: str, given: dict, args, kwargs):
-    from esgrpo.algo.grouping import CARRIED, FAILED, FINISHED, PRUNED
-    from esgrpo.hooks.verl import attempts
-    from esgrpo.hooks.verl.group_decisions import reward_of
-    from esgrpo.hooks.verl.group_members import coordinator_of
-    from esgrpo.records import write
+    import time
 
-    member = _member(worker, group, given)
-    worker.esgrpo_members[group, member.number] = member
-    token = attempts.current.set(member)
-    outcome = FAILED
+    from esgrpo import records
+    from esgrpo.algo import rollout
+    from esgrpo.hooks.verl import group_driver
+
+    driver = group_driver.of_worker(worker, worker.config.actor_rollout_ref.rollout.response_length)
+    size = worker.config.actor_rollout_ref.rollout.n
+    seat = group_driver.join(driver, group, size, prompt=driver.prompt(group, given.get("raw_prompt")),
+                             **_resumed(given))
+    token = group_driver.current.set(seat)
+    ending = {"failed": True}
     try:
         output = await original(worker, *args, **kwargs)
-        interrupted = output.extra_fields.get("is_cancel", False)
-        if not interrupted and member.outcome == "abort":
-            member.outcome = "finish"  # interrupted with its last token: the budget is spent
-        outcome = CARRIED if interrupted else PRUNED if member.outcome == "prune" else FINISHED
+        if output.extra_fields.get("is_cancel", False):
+            output.extra_fields[STATE] = seat.response.state()
+            ending = {"carried": True}
+        else:
+            ending = dict(zip(("score", "acc"), group_driver.reward_of(output), strict=True))
     finally:
-        attempts.current.reset(token)
-        del worker.esgrpo_members[group, member.number]
-        coordinator_of(worker).leave(group, member.number, outcome)
-        if group not in coordinator_of(worker).groups:
-            worker.__dict__.get("esgrpo_prompts", {}).pop(group, None)
-    if interrupted:
-        output.extra_fields[attempts.STATE] = member.state()
-        return output
-    summary = member.summary()
-    output.extra_fields["esgrpo"] = summary
-    write("responses", {**summary, "score": reward_of(output)[0]})
+        group_driver.current.reset(token)
+        record = seat.on(rollout.MemberEnded, now=time.time(), **ending)
+    if record is not None:  # else it goes on later
+        row = group_driver.row_of(record)
+        output.extra_fields["esgrpo"] = row
+        records.write("responses", row)
     return output
+
+
+def _resumed(given: dict) -> dict:
+    """What the machine is told of a member: new, or with the state that its interrupted output carries."""
+    output, version = given.get("output"), given.get("param_version")
+    state = None if output is None else output.extra_fields.get(STATE)
+    return {"version": None if version is None else int(version),  # a numpy integer would not go into a record
+            "state": state, "member": None if state is None else state["number"]}

@@ -67,6 +67,13 @@ async def esgrpo_set_segment_length(self, group, length, tail=False):
     return sum(await engine_call(self, "esgrpo_set_segment_length", group, length, tail))
 
 
+async def esgrpo_take_aborted(self, group, member):
+    """What the engine's book knew of this member's attempt when it was aborted; None when it was not."""
+    from esgrpo.hooks.verl.server_control import engine_call
+
+    return next((payload for payload in await engine_call(self, "esgrpo_take_aborted", group, member) if payload), None)
+
+
 async def esgrpo_require_abort(self, required):
     """While `required`, a weight sync's "keep" is off: the caller counts on requests that come back."""
     self.esgrpo_abort_required = required
@@ -95,7 +102,7 @@ def methods(servers, name: str) -> list:
     return found
 
 
-METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_set_segment_length, esgrpo_require_abort,
+METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_set_segment_length, esgrpo_take_aborted, esgrpo_require_abort,
            esgrpo_engine_reports, esgrpo_take_windows)
 
 

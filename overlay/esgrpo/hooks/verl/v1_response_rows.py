@@ -26,27 +26,21 @@ def build(original):
     @functools.wraps(original)
     async def _agent_loop_postprocess(self, *args, **kwargs):
         import inspect
+        import time
 
-        from esgrpo.hooks.verl import attempts, group_decisions, v1_response_rows
+        from esgrpo.algo import rollout
+        from esgrpo.hooks.verl import group_driver
 
-        member = attempts.current.get()
+        seat = group_driver.current.get()
         output = inspect.signature(original).bind(self, *args, **kwargs).arguments["output"]
         outputs = output if isinstance(output, list) else [output]
-        if member is None or not outputs:  # validation, or a loop that gave nothing
+        if seat is None or not outputs:  # validation, or a loop that gave nothing
             return await original(self, *args, **kwargs)
-        v1_response_rows.attach(member, outputs, group_decisions.report(self, member))
+        row = group_driver.row_of(seat.on(rollout.Sealed, now=time.time()))
+        for each in outputs:  # every output of a session carries the session's row
+            group_driver.attach(each, row)
         result = await original(self, *args, **kwargs)
-        member.score, member.acc = group_decisions.reward_of(outputs[-1])
+        seat.driver.rewards[seat.group, seat.number] = group_driver.reward_of(outputs[-1])
         return result
 
     return _agent_loop_postprocess
-
-
-def attach(member, outputs, report: dict) -> None:
-    """Every output of a session carries the session's summary and what the audit knows of its rule; verl's version
-    range starts at its first token."""
-    summary = {**member.summary(), **report}
-    for output in outputs:
-        output.extra_fields["esgrpo"] = summary
-        if member.spans and member.spans[0][0] >= 0:  # verl's range starts with the version at the end of an attempt
-            output.extra_fields["min_global_steps"] = member.spans[0][0]

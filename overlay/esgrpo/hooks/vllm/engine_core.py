@@ -53,11 +53,16 @@ def esgrpo_progress(self, group):
     return _ask_scheduler(self, "segment_progress", {}, group)
 
 
+def esgrpo_take_aborted(self, group, member):
+    return self.scheduler.segment_take_aborted(group, member)
+
+
 def esgrpo_set_segment_length(self, group, length, tail=False):
     return _ask_scheduler(self, "segment_set_length", 0, group, length, tail)
 
 
-UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish, esgrpo_progress, esgrpo_set_segment_length)
+UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish, esgrpo_progress, esgrpo_take_aborted,
+             esgrpo_set_segment_length)
 
 
 def apply(module) -> None:

@@ -11,15 +11,18 @@ import functools
 import os
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 
 from esgrpo.algo.accounting import Occupancy
 from esgrpo.algo.segments import CONTINUE, PRUNE, YIELD, SegmentBook
+from esgrpo.algo.terms import Outcome
 
+ABORTED_KEPT = 4096  # more than run at once; who asks, asks at once
 PAYLOAD = "esgrpo"  # key in kv_transfer_params, the dict that vLLM carries from scheduler to RequestOutput
 STOP_REASON = {PRUNE: "pruned", YIELD: "segment"}
 # what a client may say about an attempt -> argument of SegmentBook.add
-FIELDS = {name: name for name in ("group", "member", "done_before", "length_class", "move", "exempt", "marks")}
+FIELDS = {name: name for name in ("group", "member", "done_before", "length_class", "move", "segment_length", "exempt",
+                               "marks")}
 
 
 @functools.cache
@@ -56,6 +59,8 @@ class SegmentMixin:
         self.segment_occupancy = Occupancy(settings.capacity or self.max_num_running_reqs, time.time)
         self.segment_outcomes: Counter = Counter()
         self.segment_before: dict[str, int] = {}  # tokens before the last step, of requests that it gave several
+        # what the book knew of attempts that were aborted: vLLM's front end answers those by itself, without a payload
+        self.segment_aborted: OrderedDict[tuple[str, int], dict] = OrderedDict()
         self.segment_flight: deque[dict[str, int]] = deque()  # tokens per request of steps without their output yet
 
     def add_request(self, request, *args, **kwargs):
@@ -186,10 +191,15 @@ class SegmentMixin:
         self.segment_outcomes[f"{outcome}/{rule}" if rule else outcome] += 1
         marks = self.segment_book.carried_marks(item, request.num_output_tokens, self.segment_logprobs.of(
             request.request_id)) if outcome == YIELD else []
-        return {"outcome": outcome, "rule": rule, "spans": item.spans, "boundaries": item.boundaries,
-                "replica": self.segment_replica, "arrived": request.arrival_time,
-                "logprob_sum": self.segment_logprobs.pop(request.request_id), "marks": marks,
-                "surprisal": item.surprisal}
+        payload = {"outcome": outcome, "rule": rule, "spans": item.spans, "boundaries": item.boundaries,
+                   "replica": self.segment_replica, "arrived": request.arrival_time,
+                   "logprob_sum": self.segment_logprobs.pop(request.request_id), "marks": marks,
+                   "surprisal": item.surprisal}
+        if outcome == Outcome.ABORT:
+            self.segment_aborted[item.group, item.member] = payload
+            while len(self.segment_aborted) > ABORTED_KEPT:
+                self.segment_aborted.popitem(last=False)
+        return payload
 
     # Control plane, called by the EngineCore utilities between two steps.
 
@@ -208,6 +218,10 @@ class SegmentMixin:
         self.segment_outcomes.clear()
         book.set_version(version, {key: request.num_output_tokens for key, request in kept.items()})
         return window
+
+    def segment_take_aborted(self, group: str, member: int) -> dict | None:
+        """What the book knew of this member's last attempt, if it was aborted; asked once."""
+        return self.segment_aborted.pop((group, member), None)
 
     def segment_finish(self, group: str, members, rule: str) -> int:
         return self.segment_book.ask_finish(group, members, rule)

@@ -1,0 +1,584 @@
+"""A group's life, from the first attempt of its first member to the record of its last: one pure machine.
+
+Events come in, actions go out; the driver carries actions out and decides nothing. Drivers: the hooks of verl 0.9
+(`hooks/verl/group_members.py`, fully async and v1 alike), those of verl 0.7.0 (`partial_members.py`), the simulator and
+the engine benchmark (`bench/policies/es_grpo.py`). What an engine decides by itself, a boundary or a loop, it decides
+with `algo/segments.py` and tells in the answer of an attempt.
+
+    Submitted        a member begins, or comes back from an interruption     -> Submit
+    Reopened         a group comes back with members that ended elsewhere
+    Placed           an attempt of a member goes to a replica                -> Finish, if a verdict fell in between
+    AttemptEnded     the replica answered                                    -> Submit (again) or HandOn
+    Sealed           its row is written: nothing may be decided about it     -> Record
+    MemberEnded      the member has its reward, failed or was interrupted    -> Record, Ask, Share
+    Progress         answer to Ask                                           -> Finish, Tell, Share
+    ReplicaLost      nobody is there any more
+    Learned          what the audits of other workers learned
+
+Events about groups or members that are unknown, or that have ended, are late or duplicates: counted in `decisions`
+under "late" and otherwise without effect. Token counts are response tokens; times are seconds of the driver's clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+
+from esgrpo import config
+from esgrpo.algo.elastic import Segments, next_segments, remaining_tokens
+from esgrpo.algo.group_pruning import Decided, Finished, GroupPruner
+from esgrpo.algo.pruning import is_correct
+from esgrpo.algo.segments import REPETITION
+from esgrpo.algo.terms import LengthClass, Outcome
+
+SCHEMA = 2  # of ResponseRecord; rows without the key are of 1, which had no `schema`
+
+
+class GroupCollision(ValueError):
+    """Two different prompts share a group id while both are running, or two members a number."""
+
+
+# Events
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """`member` is None for one that begins: it gets the next number. `state` comes back with an interrupted one."""
+
+    group: str
+    size: int
+    now: float
+    member: int | None = None
+    forecast: dict | None = None
+    prompt: str | None = None  # key of its content
+    state: dict | None = None
+    version: int | None = None  # where no attempt lives through a weight sync: all its tokens are of this version
+
+
+@dataclass(frozen=True)
+class Reopened:
+    group: str
+    size: int
+    ended: dict[int, Outcome]
+
+
+@dataclass(frozen=True)
+class Placed:
+    group: str
+    member: int
+    replica: object
+
+
+@dataclass(frozen=True)
+class AttemptEnded:
+    """`answer` is what the replica's book said (`SegmentMixin._segment_payload`); None where it was not asked."""
+
+    group: str
+    member: int
+    now: float
+    tokens: int
+    left: int  # tokens of the response budget after this attempt
+    aborted: bool = False  # the client submits it again by itself
+    answer: dict | None = None
+    version: int | None = None  # of the weights, as the server says it when the answer is read
+    prefilled: int = 0  # prompt and response tokens that were computed for it
+
+
+@dataclass(frozen=True)
+class Sealed:
+    group: str
+    member: int
+    now: float
+
+
+@dataclass(frozen=True)
+class MemberEnded:
+    """`score` is None where rewards come later; `carried`: interrupted and handed back, to go on elsewhere."""
+
+    group: str
+    member: int
+    now: float
+    score: float | None = None
+    acc: object = None  # correctness as the reward function reports it
+    failed: bool = False
+    carried: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Tokens of the whole response so far, of every member of the group that decodes somewhere."""
+
+    group: str
+    tokens: dict[int, int]
+
+
+@dataclass(frozen=True)
+class ReplicaLost:
+    replica: object
+
+
+@dataclass(frozen=True)
+class Learned:
+    """`state` replaces what is known here: it holds all of it."""
+
+    lessons: list
+    state: dict | None = None
+
+
+# Actions
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Submit an attempt of this member with `fields` in its request; msgpack-plain."""
+
+    group: str
+    member: int
+    fields: dict
+    versions: tuple[int, int] | None = None  # first and last of the attempt before
+
+
+@dataclass(frozen=True)
+class HandOn:
+    """Give the response to whoever asked for it. `stop_reason` None: as the server said."""
+
+    group: str
+    member: int
+    stop_reason: str | None = None
+    versions: tuple[int, int] | None = None  # first and last weight version of the attempt's tokens
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How far are the members of this group? Asked are the replicas that hold one, nobody else."""
+
+    group: str
+    replicas: tuple
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End these members with the tokens they have."""
+
+    group: str
+    rule: str
+    members: dict[object, tuple[int, ...]]  # replica -> numbers
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Segments of this group have `length` tokens from the next boundary on; `tail`: it joins the tail class."""
+
+    group: str
+    length: int
+    tail: bool
+    replicas: tuple
+
+
+@dataclass(frozen=True)
+class Record:
+    """Write this row; it travels with the response to the trainer."""
+
+    group: str
+    member: int
+    record: ResponseRecord
+
+
+@dataclass(frozen=True)
+class Share:
+    """Outcomes that the audits of other workers have not seen."""
+
+    lessons: list
+
+
+Action = Submit | HandOn | Ask | Finish | Tell | Record | Share
+
+
+@dataclass(frozen=True)
+class ResponseRecord:
+    """One line of responses-*.jsonl, and what the row of a response carries to the trainer."""
+
+    prompt: str | None
+    group: str
+    member: int
+    outcome: str
+    rule: str
+    tokens: int
+    attempts: int
+    reprefill: int  # prompt and response tokens that were computed again after an interruption
+    boundaries: int
+    spans: list[list[int]]  # [weight version, tokens], oldest first; they sum to tokens
+    places: list[list]  # [replica, from, until, tokens] of every attempt
+    started: float
+    ended: float
+    candidate: bool
+    exempted: bool
+    keep_probability: float
+    pivot: float | None
+    candidate_rule: str
+    decided_by: str
+    tokens_at_decision: int | None
+    audit: dict | None = None  # what the audit knows of the rule of a candidate
+    score: float | None = None
+    schema: int = SCHEMA
+
+    def row(self) -> dict:
+        """As it is written; `audit` only where a coin was tossed."""
+        row = dataclasses.asdict(self)
+        return row if self.audit is not None else {key: value for key, value in row.items() if key != "audit"}
+
+
+@dataclass
+class Response:
+    """What one member of a group lived through, attempt by attempt."""
+
+    group: str
+    number: int
+    tokens: int = 0
+    attempts: int = 0
+    reprefill: int = 0
+    boundaries: int = 0
+    logprob_sum: float = 0.0
+    outcome: Outcome = Outcome.FINISH
+    rule: str = ""
+    spans: list[list[int]] = field(default_factory=list)
+    places: list[list] = field(default_factory=list)
+    started: float = 0.0
+    forecast: dict | None = None  # of this prompt, from the history; None when it is off
+    sealed: bool = False  # its row is written: a coin would come too late
+    decision: dict | None = None  # of the audit, plain: rule, prune, keep_probability, reason, tokens, pivot
+    length_class: str = ""  # set when the group moves it; empty: the forecast's
+    prompt: str | None = None
+    exempt: bool = False  # the rule for loops has been let off
+    marks: list[list] = field(default_factory=list)  # of its looks for loops: algo.segments.Mark
+    surprisal: float | None = None  # of the loop that it was proven to be, nats per token
+    version: int | None = None
+
+    @property
+    def doomed(self) -> bool:
+        """A coin has fallen against it."""
+        return self.decision is not None and self.decision["prune"]
+
+    @property
+    def pruned(self) -> bool:
+        return self.doomed or self.outcome == Outcome.PRUNE
+
+    def state(self) -> dict:
+        """All of it as a plain dict, to travel with an interrupted response."""
+        return {**dataclasses.asdict(self), "outcome": str(self.outcome)}
+
+    def attempt_ended(self, event: AttemptEnded) -> tuple[int, int] | None:
+        """Take over one attempt; returns the first and last weight version of its tokens, where the engine said it."""
+        self.reprefill += event.prefilled if self.attempts else 0
+        self.attempts += 1
+        self.tokens += event.tokens
+        answer, versions = event.answer, None
+        self.marks, self.surprisal = (answer or {}).get("marks", []), (answer or {}).get("surprisal")
+        since = self.places[-1][2] if self.places else self.started
+        self.places.append([answer["replica"] if answer else "", answer["arrived"] if answer else since, event.now,
+                            event.tokens])
+        if answer is None:  # aborted, and nobody knows what its book said; or there is no hook in the scheduler
+            spans = [[-1 if event.version is None else event.version, event.tokens]]
+            self.outcome, self.rule = Outcome.ABORT if event.aborted else Outcome.FINISH, ""
+        else:
+            spans, self.outcome, self.rule = answer["spans"], Outcome(answer["outcome"]), answer["rule"]
+            self.boundaries += answer["boundaries"]
+            self.logprob_sum += answer["logprob_sum"]
+            if spans and spans[0][0] >= 0:
+                versions = spans[0][0], spans[-1][0]
+        for version, tokens in spans if self.version is None else [[self.version, event.tokens]]:
+            if self.spans and self.spans[-1][0] == version:
+                self.spans[-1][1] += tokens
+            elif tokens:
+                self.spans.append([version, tokens])
+        if self.outcome == Outcome.ABORT and event.aborted:
+            if self.doomed:
+                self.prune(self.decision["rule"])  # the verdict and the weight sync crossed
+            elif event.left <= 0:
+                self.outcome = Outcome.FINISH  # interrupted with its last token
+        return versions
+
+    def prune(self, rule: str) -> None:
+        self.outcome, self.rule = Outcome.PRUNE, rule
+
+    def record(self, now: float, score: float | None, audit: dict | None) -> ResponseRecord:
+        """Its row, if nothing more is decided about it."""
+        self.sealed = True
+        if self.doomed:  # also when it ended in another way before the engine heard of it
+            self.prune(self.decision["rule"])
+        decision = self.decision or {}
+        return ResponseRecord(
+            self.prompt, self.group, self.number, str(self.outcome), self.rule, self.tokens, self.attempts,
+            self.reprefill, self.boundaries, [list(span) for span in self.spans], [list(place) for place in self.places], self.started,
+            now, self.decision is not None, self.decision is not None and not self.doomed,
+            decision.get("keep_probability", 1.0), decision.get("pivot"), decision.get("rule", ""),
+            decision.get("reason", ""), decision.get("tokens"), audit, score)
+
+
+@dataclass
+class Rules:
+    """What all groups of one worker share: settings, facts of the run, the audit, and the counters."""
+
+    settings: config.Segment
+    budget: int  # tokens of the longest response
+    replicas: int = 1
+    pruner: GroupPruner | None = None  # None: no group rule is on
+    decisions: Counter = field(default_factory=Counter)  # "module/what" -> times
+
+    @property
+    def moves(self) -> bool:
+        """A response that joins the tail class may be handed back once, to go on at a tail replica."""
+        routing = self.settings.routing
+        return routing.enable and routing.tail_share > 0 and self.replicas > 1
+
+    @property
+    def yields(self) -> bool:
+        return self.settings.boundary == "yield"
+
+    @property
+    def tells(self) -> bool:
+        """Segment lengths change what happens: somebody is handed back at a boundary."""
+        return self.settings.enable and self.settings.elastic.enable and (self.yields or self.moves)
+
+
+class GroupRun:
+    """One group. Invariants: a member joins once and ends once; it is decided at most once and never once its row is
+    written; the tokens of its attempts sum to those of its record, and so do its spans."""
+
+    def __init__(self, name: str, size: int, rules: Rules, ended: dict[int, Outcome] | None = None):
+        self.name, self.size, self.rules = name, size, rules
+        self.states: dict[int, Outcome | None] = dict(ended or {})  # member -> how it ended; None: it runs
+        self.running: dict[int, Response] = {}
+        self.where: dict[int, object] = {}  # member -> the replica that holds its attempt
+        self.told = Segments(rules.settings.segment_length, False)
+        self.lengths: list[int] = []  # of members that ended here
+        self.prompt: str | None = None
+
+    @property
+    def over(self) -> bool:
+        return not self.running and len(self.states) == self.size
+
+    def on(self, event) -> list[Action]:
+        if isinstance(event, Submitted):
+            return [self._join(event)]
+        response = self.running.get(getattr(event, "member", None))
+        if isinstance(event, Progress):
+            return self._decide(event.tokens)
+        if response is None:
+            self.rules.decisions["late"] += 1
+            return []
+        handler = {Placed: self._placed, AttemptEnded: self._attempt_ended, Sealed: self._sealed,
+                   MemberEnded: self._member_ended}[type(event)]
+        return handler(response, event)
+
+    # attempts
+
+    def _join(self, event: Submitted) -> Submit:
+        number = event.member if event.member is not None else len(self.states)
+        if len(self.states) >= self.size or number in self.states:
+            raise GroupCollision(self.name)
+        self.states[number] = None
+        if event.state is None:
+            response = Response(self.name, number, started=event.now, forecast=event.forecast,
+                                prompt=event.prompt or self.prompt, version=event.version)
+            self.prompt = response.prompt
+        else:
+            response = Response(**{**event.state, "outcome": Outcome(event.state["outcome"]), "version": event.version})
+        self.running[number] = response
+        if self.rules.pruner is not None:
+            self.rules.pruner.watch(self.name, self.size, response.forecast)
+        return Submit(self.name, number, self.fields(response))
+
+    def fields(self, response: Response) -> dict:
+        """What the scheduler and the router need to know about its next attempt.
+
+        `move`: once it turns out to be of the tail class it may be handed back. An attempt that is of that class from
+        the start was routed as such.
+        """
+        length_class = response.length_class or (response.forecast or {}).get("length_class", LengthClass.BODY)
+        loops = {**({"exempt": True} if response.exempt or response.decision else {}),
+                 **({"marks": response.marks} if response.marks else {})}
+        return {"group": self.name, "member": response.number, "done_before": response.tokens, **loops,
+                "length_class": str(length_class), "move": self.rules.moves and length_class != LengthClass.TAIL,
+                "segment_length": self.told.length}
+
+    def _placed(self, response: Response, event: Placed) -> list[Action]:
+        self.where[event.member] = event.replica
+        if not response.doomed:
+            return []
+        # the verdict fell between two attempts: the engine hears of it before the attempt, and ends it on arrival
+        return [Finish(self.name, response.decision["rule"], {event.replica: (event.member,)})]
+
+    def _attempt_ended(self, response: Response, event: AttemptEnded) -> list[Action]:
+        self.where.pop(event.member, None)
+        versions = response.attempt_ended(event)
+        if response.outcome == Outcome.YIELD:
+            if response.rule == REPETITION and event.left > 0:
+                self._judge_loop(response)
+            if response.doomed:  # since it left the engine: nobody there can hear of it
+                response.prune(response.decision["rule"])
+            elif event.left > 0:
+                self.rules.decisions["segments/resubmitted"] += 1
+                return [Submit(self.name, response.number, self.fields(response), versions)]
+        stop_reason = {Outcome.PRUNE: "pruned", Outcome.YIELD: "segment"}.get(response.outcome)
+        return [HandOn(self.name, response.number, stop_reason, versions)]
+
+    def _judge_loop(self, response: Response) -> None:
+        """An engine has handed a proven loop back for the coin: it is doomed, or goes on and is looked at no more."""
+        if self.rules.pruner is None or response.exempt or response.doomed:
+            return
+        decided = self.rules.pruner.loop(self.name, response.number, response.tokens, response.surprisal)
+        if decided is not None:
+            self._decided(response, decided)
+        response.exempt = not response.doomed
+
+    def _decided(self, response: Response, decided: Decided) -> None:
+        verdict = decided.verdict
+        response.decision = {"rule": verdict.rule, "prune": verdict.prune, "keep_probability": decided.keep_probability,
+                             "reason": verdict.reason, "tokens": decided.tokens, "pivot": decided.pivot}
+        self.rules.decisions[f"pruning/{'pruned' if verdict.prune else 'exempted'}"] += 1
+
+    # endings
+
+    def _report(self, response: Response) -> dict | None:
+        pruner = self.rules.pruner
+        if pruner is None or response.decision is None:
+            return None
+        return pruner.audit.report(response.decision["rule"])
+
+    def _sealed(self, response: Response, event: Sealed) -> list[Action]:
+        return [Record(self.name, response.number, response.record(event.now, None, self._report(response)))]
+
+    def _member_ended(self, response: Response, event: MemberEnded) -> list[Action]:
+        del self.running[event.member]
+        self.where.pop(event.member, None)
+        if event.carried:
+            self.states[event.member] = Outcome.CARRY
+            return []
+        by_rule = response.outcome == Outcome.PRUNE and not response.doomed
+        how = Outcome.FAIL if event.failed else Outcome.PRUNE if response.pruned else Outcome.FINISH
+        self.states[event.member] = how
+        self.lengths.append(response.tokens)
+        if self.rules.pruner is not None:
+            ending = None
+            if event.score is not None:
+                correct = is_correct(event.score, event.acc, self.rules.settings.success_threshold)
+                capped = response.tokens >= self.rules.budget
+                ending = Finished(response.tokens, correct, float(event.score), capped)
+            self.rules.pruner.ended(self.name, event.member, ending, by_rule)
+        actions: list[Action] = []
+        if not event.failed:
+            actions.append(Record(self.name, event.member,
+                                  response.record(event.now, event.score, self._report(response))))
+        if self._wants_progress() and self.where:
+            actions.append(Ask(self.name, self._replicas(self.running)))
+        return actions
+
+    def _replicas(self, members) -> tuple:
+        return tuple(dict.fromkeys(self.where[number] for number in sorted(members) if number in self.where))
+
+    # verdicts
+
+    @property
+    def _ended_share(self) -> float:
+        return sum(state is not None for state in self.states.values()) / self.size
+
+    def _may_tell(self) -> bool:
+        """Could another length change anything now? At soft boundaries only the tail class is handed back."""
+        if not self.rules.tells or self.told.tail or not self.running:
+            return False
+        return self.rules.yields or self._ended_share >= self.rules.settings.elastic.tail_fraction
+
+    def _wants_progress(self) -> bool:
+        pruner = self.rules.pruner
+        return self._may_tell() or (pruner is not None and bool(self.running) and pruner.wants_progress(self.name))
+
+    def _decide(self, tokens: dict[int, int]) -> list[Action]:
+        """Verdicts are taken on what is true now: others may have ended since the replicas were asked."""
+        open_ = {number: count for number, count in tokens.items()
+                 if number in self.running and not self.running[number].sealed}
+        actions = self._prune(open_) if self.rules.pruner is not None else []
+        if self._may_tell() and any(not response.doomed for response in self.running.values()):
+            actions += self._tell(open_)
+        return actions
+
+    def _prune(self, open_: dict[int, int]) -> list[Action]:
+        committed = {number: response.tokens for number, response in self.running.items()}
+        doomed: dict[str, dict[object, tuple[int, ...]]] = {}
+        for number, decided in self.rules.pruner.checkpoint(self.name, open_, committed).items():
+            verdict = decided.verdict
+            self._decided(self.running[number], decided)
+            if verdict.prune and number in self.where:  # else it is between two attempts: `_placed` finishes it
+                at = doomed.setdefault(verdict.rule, {})
+                at[self.where[number]] = (*at.get(self.where[number], ()), number)
+        return [Finish(self.name, rule, members) for rule, members in doomed.items()]
+
+    def _tell(self, open_: dict[int, int]) -> list[Action]:
+        rest = [remaining_tokens(open_.get(number, response.tokens), response.forecast, self.lengths, self.rules.budget)
+                for number, response in self.running.items()]
+        segments = next_segments(self.rules.settings.elastic, self.told, 1.0 - self._ended_share, sum(rest) / len(rest))
+        if segments == self.told:
+            return []
+        self.told = segments
+        self.rules.decisions["elastic/told"] += 1
+        if segments.tail:
+            for response in self.running.values():
+                response.length_class = LengthClass.TAIL
+        replicas = self._replicas(self.running)
+        return [Tell(self.name, segments.length, segments.tail, replicas)] if replicas else []
+
+
+class GroupRuns:
+    """All groups of one agent-loop worker, or of one simulated rollouter."""
+
+    def __init__(self, rules: Rules):
+        self.rules = rules
+        self.groups: dict[str, GroupRun] = {}
+
+    def on(self, event) -> list[Action]:
+        """Raises GroupCollision when two prompts share a group id, or two members a number."""
+        if isinstance(event, Learned):
+            if event.state is not None:
+                self.rules.pruner.restore(event.state)
+            self.rules.pruner.absorb(event.lessons)
+            return []
+        if isinstance(event, ReplicaLost):
+            for run in self.groups.values():
+                run.where = {member: replica for member, replica in run.where.items() if replica != event.replica}
+            return []
+        if isinstance(event, Reopened):
+            if event.group in self.groups:
+                raise GroupCollision(event.group)
+            if len(event.ended) < event.size:
+                self.groups[event.group] = GroupRun(event.group, event.size, self.rules, event.ended)
+            return []
+        run = self.groups.get(event.group)
+        if run is None:
+            if not isinstance(event, Submitted):
+                self.rules.decisions["late"] += 1
+                return []
+            run = self.groups[event.group] = GroupRun(event.group, event.size, self.rules)
+        actions = run.on(event)
+        pruner = self.rules.pruner
+        if run.over:
+            del self.groups[event.group]
+            if pruner is not None:
+                pruner.close(event.group)
+        lessons = pruner.take_lessons() if pruner is not None else []
+        return [*actions, Share(lessons)] if lessons else actions
+
+    def response(self, group: str, member: int) -> Response | None:
+        """The running member, or None."""
+        run = self.groups.get(group)
+        return None if run is None else run.running.get(member)
+
+    def place(self, group: str, member: int):
+        """The replica that holds the member's attempt, or None."""
+        run = self.groups.get(group)
+        return None if run is None else run.where.get(member)
+
+    def fields(self, group: str, member: int) -> dict:
+        """What the next attempt of a running member says, when an agent loop generates once more (several turns)."""
+        run = self.groups[group]
+        return run.fields(run.running[member])
