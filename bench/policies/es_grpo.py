@@ -12,23 +12,23 @@ for all groups, as with one agent-loop worker. The rules for loops are not simul
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from esgrpo.algo.grouping import FINISHED, PRUNED, RUNNING, GroupCoordinator
-
 from bench.policies import ABORT, ASYNC, KEEP, SYNC, Action, Continue, EndStep, Load, Policy, Prune, Tell, Yield
 from bench.workload import Group, Sample
 from esgrpo import config
-from esgrpo.algo import elastic
+from esgrpo.algo import rollout
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.carry_over import CarryOver, CarryOverError, Waiting
-from esgrpo.algo.group_pruning import Finished, GroupPruner
+from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.history import PromptHistory
 from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing import BODY, TAIL, PromptQueue, TailShare
-from esgrpo.algo.segments import next_multiple
+from esgrpo.algo.segments import MOVE, at_boundary, next_multiple
+from esgrpo.algo.terms import Outcome
 
 ROUTING, KEPT, PRUNING, ELASTIC, SAMPLER = ALL_MODULES = "ABCDS"
 
@@ -43,13 +43,10 @@ class Member:
 
 @dataclass
 class Open:
-    """A group that runs. `prompt` is its name in the history, `length` its longest forecast."""
+    """A group that runs."""
 
     group: Group
-    forecast: dict
-    told: elastic.Segments
     running: dict[int, Member] = field(default_factory=dict)
-    lengths: list[int] = field(default_factory=list)  # of members that ended, pruned ones included
     ended: list[tuple[int, bool | None, bool]] = field(default_factory=list)  # tokens, correct, only a lower bound
 
 
@@ -76,8 +73,8 @@ class EsGrpo(Policy):
 
     def __init__(self, limits, rng):
         super().__init__(limits, rng)
-        self.settings = config.parse({"profile": "elastic", **self.overrides})
         self.has = frozenset(self.modules)
+        self.settings = self.settings_of_modules()
         self.sync = KEEP if KEPT in self.has and self.keeps else ABORT
         self.sleeps = KEPT not in self.has  # the hook resume-without-sleep
         routing = self.settings.routing
@@ -88,11 +85,11 @@ class EsGrpo(Policy):
         self.queue = PromptQueue(ageing, by_length=ROUTING in self.has and (self.orders_carried or not carries))
         self.now = 0.0
         self.share = TailShare(routing.tail_share if ROUTING in self.has else 0.0, lambda: self.now)
-        self.coordinator = GroupCoordinator()
-        self.pruner = self.new_pruner() if PRUNING in self.has else None
+        pruner = self.new_pruner() if PRUNING in self.has else None
+        self.runs = rollout.GroupRuns(rollout.Rules(self.settings, limits.cap, limits.replicas, pruner))
         self.sampler: PromptSampler | None = None
         self.open: dict[int, Open] = {}
-        self.news: dict[int, None] = {}  # groups in which a member ended since the last `next`
+        self.asked: dict[int, None] = {}  # groups that want to know how far their members are
         self.moving: list[tuple[Member, int]] = []  # handed back, with their tokens
         self.in_flight = self.tails = self.version = 0
         self.carried: CarryOver | None = None
@@ -100,6 +97,12 @@ class EsGrpo(Policy):
         if carries:
             self.carried = CarryOver(None if self.bound is None else self.bound + 1, drops=False)
             self.fresh = self.wanted()
+
+    def settings_of_modules(self) -> config.Segment:
+        settings = config.parse({"profile": "elastic", **self.overrides})
+        return dataclasses.replace(
+            settings, elastic=dataclasses.replace(settings.elastic, enable=ELASTIC in self.has),
+            routing=dataclasses.replace(settings.routing, enable=ROUTING in self.has))
 
     def new_pruner(self) -> GroupPruner:
         audit = Audit(self.settings.prune.audit, random.Random(self.rng.random()))
@@ -143,7 +146,7 @@ class EsGrpo(Policy):
 
     def place(self, now: float, load: Load) -> list[Action]:
         self.now = now
-        actions = self.look(load) if self.news else []
+        actions = self.look(load) if self.asked else []
         while self.moving:
             member, tokens = self.moving.pop(0)
             actions.append(self.start(member, tokens))
@@ -163,15 +166,13 @@ class EsGrpo(Policy):
         self.begin(group)
         self.born[group.index] = self.version
         forecast, size = self.history.forecast(str(group.prompt)), self.limits.members
-        entry = self.open[group.index] = Open(group, forecast, elastic.Segments(self.settings.segment_length, False))
-        name = str(group.index)
-        if self.pruner is not None:
-            self.pruner.watch(name, size, forecast)
-        length = forecast["length_class"] if ROUTING in self.has else BODY
+        if ROUTING not in self.has:
+            forecast = {**forecast, "length_class": BODY}
+        entry = self.open[group.index] = Open(group)
         actions: list[Action] = []
         for sample in group.samples[:size]:
-            self.coordinator.join(name, size, sample.member)
-            member = Member(sample, -1, length, length != TAIL and self.limits.replicas > 1 and self.share.largest > 0)
+            submit, = self.runs.on(rollout.Submitted(str(group.index), size, self.now, sample.member, forecast))
+            member = Member(sample, -1, submit.fields["length_class"], submit.fields["move"])
             entry.running[sample.member] = member
             actions.append(self.start(member, 0))
         return actions
@@ -181,6 +182,7 @@ class EsGrpo(Policy):
         self.count(member, 1)
         sticky = member.replica if member.replica >= 0 else None
         member.replica = self.pool.choose(member.length_class, sticky)
+        self.runs.on(rollout.Placed(str(member.sample.group), member.sample.member, member.replica))
         return self.submit(member.sample, member.replica, None, done)
 
     def count(self, member: Member, change: int) -> None:
@@ -197,93 +199,86 @@ class EsGrpo(Policy):
 
     def boundary(self, sample: Sample, replica: int, tokens: int) -> Continue | Yield:
         member = self.open[sample.group].running[sample.member]
-        if not (member.length_class == TAIL and member.may_move):
+        if at_boundary(member.length_class, member.may_move, yields=False) is not MOVE:
             return Continue()
-        member.may_move = False
+        self.attempt_ended(member, tokens, Outcome.YIELD, "move")
         self.left(replica)
         self.count(member, -1)
         self.moving.append((member, tokens))
         self.decisions["segments"] += 1
         return Yield()
 
+    def attempt_ended(self, member: Member, tokens: int, outcome: Outcome, rule: str = "") -> None:
+        """Tell the machine as a replica's book would; a response here is of one weight version, which nobody reads."""
+        name, number = str(member.sample.group), member.sample.member
+        made = tokens - self.runs.response(name, number).tokens
+        answer = {"outcome": outcome, "rule": rule, "spans": [[self.version, made]], "boundaries": 0,
+                  "logprob_sum": 0.0, "replica": str(member.replica), "arrived": self.now}
+        action, = self.runs.on(rollout.AttemptEnded(name, number, self.now, made, self.limits.cap - tokens,
+                                                    answer=answer))
+        if isinstance(action, rollout.Submit):
+            member.length_class, member.may_move = action.fields["length_class"], action.fields["move"]
+
     def finished(self, sample, replica, now):
         self.now = now
         capped = sample.tokens >= self.limits.cap
-        self.leave(sample, replica, sample.tokens, FINISHED, (sample.tokens, sample.correct, capped),
-                   Finished(sample.tokens, sample.correct, float(sample.correct)))
+        self.leave(sample, replica, sample.tokens, Outcome.FINISH, (sample.tokens, sample.correct, capped),
+                   float(sample.correct))
 
     def aborted(self, sample, replica, tokens, now):
         """Only pruning stops a response here."""
         self.now = now
         self.decisions["pruning"] += 1
-        self.leave(sample, replica, tokens, PRUNED, (tokens, None, True), None)
+        self.leave(sample, replica, tokens, Outcome.PRUNE, (tokens, None, True), None)
 
-    def leave(self, sample: Sample, replica: int, tokens: int, outcome: str, ending: tuple,
-              finished: Finished | None) -> None:
+    def leave(self, sample: Sample, replica: int, tokens: int, outcome: Outcome, ending: tuple,
+              score: float | None) -> None:
         entry, name = self.open[sample.group], str(sample.group)
         member = entry.running.pop(sample.member)
         self.left(replica)
         self.count(member, -1)
-        self.coordinator.leave(name, sample.member, outcome)
-        if self.pruner is not None:
-            self.pruner.ended(name, sample.member, finished)
-        entry.lengths.append(tokens)
+        self.attempt_ended(member, tokens, outcome)
+        actions = self.runs.on(rollout.MemberEnded(name, sample.member, self.now, score))
+        if any(isinstance(action, rollout.Ask) for action in actions):
+            self.asked[sample.group] = None
         entry.ended.append(ending)
         self.ended(sample)
-        if entry.running:
-            self.news[sample.group] = None
-            return
-        self.news.pop(sample.group, None)
-        self.learn(entry.group.prompt, entry.ended)
-        if self.pruner is not None:
-            self.pruner.close(name)
-        del self.open[sample.group]
+        if not entry.running:
+            self.asked.pop(sample.group, None)
+            self.learn(entry.group.prompt, entry.ended)
+            del self.open[sample.group]
 
     def look(self, load: Load) -> list[Action]:
         """Members have ended: who of their siblings is pruned, and how long are the segments of the others?"""
         actions: list[Action] = []
-        for index in self.news:
-            entry = self.open[index]
-            doomed = self.prune(entry, load) if self.pruner is not None else []
-            actions += doomed
-            if ELASTIC in self.has and not entry.told.tail and len(doomed) < len(entry.running):
-                actions += self.tell(entry, load, {action.sample.member for action in doomed})
-        self.news.clear()
-        return actions
-
-    def prune(self, entry: Open, load: Load) -> list[Prune]:
-        name = str(entry.group.index)
-        if not self.pruner.wants_progress(name):
-            return []
         # a response that is between two places decodes nowhere: it is asked about at the next ending
         between = {id(member) for member, _ in self.moving}
-        running = {number: load.progress(member.sample) for number, member in entry.running.items()
-                   if id(member) not in between}
-        decided = self.pruner.checkpoint(name, running)
-        return [Prune(entry.running[number].sample, item.verdict.rule, item.verdict.pi)
-                for number, item in decided.items() if item.verdict.prune]
+        for index in self.asked:
+            here = {number: member for number, member in self.open[index].running.items() if id(member) not in between}
+            tokens = {number: load.progress(member.sample) for number, member in here.items()}
+            doomed: set[int] = set()
+            for action in self.runs.on(rollout.Progress(str(index), tokens)):
+                if isinstance(action, rollout.Finish):
+                    numbers = sorted(number for numbers in action.members.values() for number in numbers)
+                    doomed.update(numbers)
+                    for number in numbers:
+                        response = self.runs.response(str(index), number)
+                        actions.append(Prune(here[number].sample, action.rule, response.decision["keep_probability"]))
+                elif isinstance(action, rollout.Tell):
+                    actions += self.tell(index, action, here, tokens, doomed)
+        self.asked.clear()
+        return actions
 
-    def tell(self, entry: Open, load: Load, doomed: set[int]) -> list[Tell]:
-        """The group is told its segment length. Only a member that joins the tail class has a boundary that decides
-        anything, so nothing is computed before that can happen."""
-        states = self.coordinator.groups[str(entry.group.index)].members
-        ended = sum(state != RUNNING for state in states.values()) / self.limits.members
-        if ended < self.settings.elastic.tail_fraction:
-            return []
-        between = {id(member) for member, _ in self.moving}
-        running = list(entry.running.values())
-        tokens = [load.progress(member.sample) for member in running]
-        rest = [elastic.remaining_tokens(done, entry.forecast, entry.lengths, self.limits.cap) for done in tokens]
-        entry.told = elastic.next_segments(self.settings.elastic, entry.told, 1 - ended, sum(rest) / len(rest))
-        if not entry.told.tail:
-            return []
+    def tell(self, index: int, told: rollout.Tell, here: dict[int, Member], tokens: dict[int, int],
+             doomed: set[int]) -> list[Tell]:
+        """Only a member that joins the tail class has a boundary that decides anything."""
         actions = []
-        for member, done in zip(running, tokens, strict=True):
-            if member.length_class != TAIL:
+        for number, member in self.open[index].running.items():
+            if told.tail and member.length_class != TAIL:
                 member.length_class = TAIL
-                self.tails += id(member) not in between
-            if member.may_move and member.sample.member not in doomed and id(member) not in between:
-                actions.append(Tell(member.sample, next_multiple(done, entry.told.length) - done))
+                self.tails += number in here
+            if member.may_move and number in here and number not in doomed:
+                actions.append(Tell(member.sample, next_multiple(tokens[number], told.length) - tokens[number]))
         self.decisions["elastic"] += len(actions)
         return actions
 

@@ -33,7 +33,8 @@ class AuditPool:
 
         answer = self._pool.exchange(worker, lessons)
         if lessons and self._file is not None:
-            records.save(self._file, self._pool.state)
+            state = self._pool.state()  # now: the writer thread must not read what the next call changes
+            records.save(self._file, lambda: state)
         return answer
 
 
