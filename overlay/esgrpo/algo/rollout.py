@@ -421,7 +421,9 @@ class GroupRun:
             elif event.left > 0:
                 self.rules.decisions["segments/resubmitted"] += 1
                 return [Submit(self.name, response.number, self.fields(response), versions)]
-        stop_reason = {Outcome.PRUNE: "pruned", Outcome.YIELD: "segment"}.get(response.outcome)
+            else:
+                response.outcome, response.rule = Outcome.FINISH, ""  # handed back with its last token
+        stop_reason = "pruned" if response.outcome == Outcome.PRUNE else None
         return [HandOn(self.name, response.number, stop_reason, versions)]
 
     def _judge_loop(self, response: Response) -> None:
