@@ -310,10 +310,11 @@ class Response:
         decision = self.decision or {}
         return ResponseRecord(
             self.prompt, self.group, self.number, str(self.outcome), self.rule, self.tokens, self.attempts,
-            self.reprefill, self.boundaries, [list(span) for span in self.spans], [list(place) for place in self.places], self.started,
-            now, self.decision is not None, self.decision is not None and not self.doomed,
-            decision.get("keep_probability", 1.0), decision.get("pivot"), decision.get("rule", ""),
-            decision.get("reason", ""), decision.get("tokens"), audit, score)
+            self.reprefill, self.boundaries, [list(span) for span in self.spans],
+            [list(place) for place in self.places], self.started, now, self.decision is not None,
+            self.decision is not None and not self.doomed, decision.get("keep_probability", 1.0),
+            decision.get("pivot"), decision.get("rule", ""), decision.get("reason", ""), decision.get("tokens"), audit,
+            score)
 
 
 @dataclass

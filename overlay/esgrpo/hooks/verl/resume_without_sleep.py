@@ -51,7 +51,7 @@ async def generate_resuming(client, request_id, *, prompt_ids, sampling_params, 
     from verl.workers.rollout.replica import TokenOutput
 
     from esgrpo.algo.resuming import ResumeWait
-    from esgrpo.hooks.verl.attempts import ABORTED
+    from esgrpo.hooks.verl.group_driver import ABORTED
 
     attempt = super(FullyAsyncLLMServerClient, client).generate
     prompt = normalize_token_ids(prompt_ids)
