@@ -15,7 +15,7 @@ pytest.importorskip("transfer_queue")
 import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import batch_of, put  # noqa: E402
-from esgrpo.hooks.verl import group_driver, v1_masked_rows, v1_response_rows, v1_trained_rows  # noqa: E402
+from esgrpo.hooks.verl import group_driver, trained_rows, v1_masked_rows, v1_response_rows, v1_trained_rows  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PRUNING = json.dumps({"enable": True, "segment_length": 2, "prune": {"repetition": {"enable": True}}})
@@ -104,6 +104,8 @@ def trained(queue, monkeypatch, tmp_path, hooked: bool, change=lambda queue: Non
 
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     monkeypatch.setattr(v1_trained_rows, "windows", lambda trainer: {"esgrpo/bubble_rate": 0.5})
+    monkeypatch.setattr(trained_rows, "update", {})
+    trained_rows.begin(["a", "b", "c"], step=3)  # as v1-carry-over does when the batch is drawn
     sampled(queue)
     put(queue, "c_0_0", 2)
     put(queue, "c_0_1", 4)
