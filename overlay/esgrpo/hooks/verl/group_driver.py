@@ -20,7 +20,7 @@ from esgrpo import config, records
 from esgrpo.algo import rollout
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
-from esgrpo.hooks.verl import server_calls
+from esgrpo.hooks.verl.server_calls import answers
 from esgrpo.hooks.verl.server_control import methods
 
 ABORTED = ("aborted", "abort")  # stop reasons at which verl's client submits again
@@ -116,7 +116,7 @@ class Driver:
     async def _call(self, replicas, method: str, *args) -> list:
         """The answers of these replicas, each within the deadline."""
         calls = [call.remote(*args) for call in methods([self.handles[replica] for replica in replicas], method)]
-        return await server_calls.answers(calls, method)
+        return await answers(calls, method)
 
     async def book_of_aborted(self, seat: Seat) -> dict | None:
         """What the replica's book knew of an attempt that vLLM aborted without saying it.
@@ -127,15 +127,15 @@ class Driver:
         if not self.runs.rules.settings.keeps or replica not in self.handles:
             return None
         try:
-            answers = await self._call([replica], "esgrpo_take_aborted", seat.group, seat.number)
-            return answers[0] if answers else None
+            found = await self._call([replica], "esgrpo_take_aborted", seat.group, seat.number)
+            return found[0] if found else None
         except Exception as error:
             self._say(error, "the weight versions of an aborted response's tokens are the server's")
             return None
 
     async def _ask(self, action: rollout.Ask) -> None:
-        answers = await self._call(action.replicas, "esgrpo_progress", action.group)
-        self.on(rollout.Progress(action.group, {int(number): tokens for answer in answers
+        parts = await self._call(action.replicas, "esgrpo_progress", action.group)
+        self.on(rollout.Progress(action.group, {int(number): tokens for answer in parts
                                                 for number, tokens in answer.items()}))
 
     async def _finish(self, action: rollout.Finish) -> None:
@@ -151,7 +151,7 @@ class Driver:
 
             self._pool = audit_pool.of_run(self.runs.rules.budget)
         if self._pool is not None:
-            answer, = await server_calls.answers([self._pool.exchange.remote(self.index, action.lessons)], "exchange")
+            answer, = await answers([self._pool.exchange.remote(self.index, action.lessons)], "exchange")
             self.runs.on(rollout.Learned(*answer))
 
 

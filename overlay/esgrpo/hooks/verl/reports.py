@@ -147,7 +147,7 @@ def flush_records(task_runner) -> None:
     from esgrpo import records
 
     pending = [task_runner.components[name].__ray_call__.remote(_flush) for name in ("rollouter", "trainer")]
-    ray.wait(pending, num_returns=len(pending), timeout=2 * records.WAIT_S)
+    ray.wait(pending, num_returns=len(pending), timeout=records.WAIT_S + records.EXIT_S)
 
 
 def _flush(instance) -> None:
