@@ -10,8 +10,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "overlay" / "esgrpo"
-# A group's life, which is about to become one machine: empty this set with it.
-ONE_MACHINE_SOON = {f"esgrpo.hooks.verl.{name}" for name in ("group_decisions", "group_members", "segment_length")}
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -35,11 +33,10 @@ def imported(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     return found & known.keys() - {name}
 
 
-def circle(package: Path, excepted: set[str] = frozenset()) -> list[str]:
-    """Modules of a circle, the first one again at the end; empty when there is none but among those excepted."""
+def circle(package: Path) -> list[str]:
+    """Modules of a circle, the first one again at the end; empty when there is none."""
     known = modules(package)
-    graph = {name: imported(name, path, known) - (excepted if name in excepted else set())
-             for name, path in known.items()}
+    graph = {name: imported(name, path, known) for name, path in known.items()}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -48,11 +45,7 @@ def circle(package: Path, excepted: set[str] = frozenset()) -> list[str]:
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    assert circle(PACKAGE, ONE_MACHINE_SOON) == []
-
-
-def test_the_exception_is_still_needed():
-    assert not ONE_MACHINE_SOON or set(circle(PACKAGE)) & ONE_MACHINE_SOON
+    assert circle(PACKAGE) == []
 
 
 @pytest.mark.parametrize("text", ["from made import one", "import made.one", "from . import one", "from .one import X",

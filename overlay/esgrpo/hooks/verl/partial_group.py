@@ -23,6 +23,7 @@ HOOK = Hook(
     without=((LATER, ELSEWHERE),),
 )
 
+STATE = "esgrpo_member"  # key in extra_fields under which an interrupted response carries its state
 current: contextvars.ContextVar[str | None] = contextvars.ContextVar("esgrpo_partial_group", default=None)
 
 
@@ -54,7 +55,6 @@ def open_group(worker, size: int, outputs) -> str:
     from esgrpo.algo import rollout
     from esgrpo.algo.terms import Outcome
     from esgrpo.hooks.verl import group_driver
-    from esgrpo.hooks.verl.partial_members import STATE
 
     group, ended = None, {}
     for output in outputs or ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from esgrpo.engine import Hook, Release
-from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
+from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER, STATE
 
 HOOK = Hook(
     slug="partial-members",
@@ -21,8 +21,6 @@ HOOK = Hook(
     relies_on=("recipe.fully_async_policy.agent_loop.partial_single_turn_agent_loop:PartialSingleTurnAgentLoop.run",),
     without=((LATER, ELSEWHERE),),
 )
-
-STATE = "esgrpo_member"  # key in extra_fields under which an interrupted response carries its state
 
 
 def build(original):
