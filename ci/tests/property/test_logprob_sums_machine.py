@@ -77,6 +77,7 @@ class Sums(RuleBasedStateMachine):
             kept = data.draw(st.integers(min(1, len(drawn[key])), len(drawn[key])), label="kept")
             assert self.sums.trim(key, kept) == len(drawn[key]) - kept
             self.alive[key] -= sum(drawn[key][kept:]) if with_logprobs else 0.0
+            self.counted[key] -= len(drawn[key]) - kept if with_logprobs else 0
             self.end_of(key)
 
     @rule()
