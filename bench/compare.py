@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
+from esgrpo.algo.terms import Outcome
 from esgrpo.records import read
 from esgrpo.report import runs
 from esgrpo.report.runs import HOLD, time_to_target
@@ -108,7 +109,7 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         tail_ratio=tail_ratio(times),
         lengths=[r["tokens"] for r in responses],
         curves=runs.curves(evaluations, windows, rows, ready, target), states=states,
-        pruned=sum(r["outcome"] == "prune" for r in rows), partial=sum(r["attempts"] > 1 for r in responses),
+        pruned=sum(r["outcome"] == Outcome.PRUNE for r in rows), partial=sum(r["attempts"] > 1 for r in responses),
         sampler=any(hook["slug"] in SAMPLERS and hook["state"] == "APPLIED"
                     for report in hooks for hook in report["hooks"]))
 

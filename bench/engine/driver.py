@@ -20,6 +20,7 @@ from bench.policies import ASYNC, KEEP, Abort, Continue, EndStep, Limits, Policy
 from bench.sim.device import ABORT_WAIT_S
 from bench.sim.ledger import Ledger
 from bench.workload import Group, Sample
+from esgrpo.algo.terms import Outcome
 from esgrpo.errors import EsgrpoError
 
 UNBOUNDED = 1 << 60
@@ -318,11 +319,11 @@ class Driver:
     def _ended_alone(self, flight: Flight, when: float, outcome: str, response: list[int]) -> None:
         """Finished, or aborted by a weight sync: then its client sleeps and submits it again, where it was."""
         sample = flight.sample
-        if outcome == "abort":
+        if outcome == Outcome.ABORT:
             self.responses[sample.key] = response
             self.ledger.reached(sample, len(response), self._version(flight, when))
             self.asleep[sample.key] = when + ABORT_WAIT_S * self.policy.sleeps, flight
-        elif outcome == "finish" and len(response) == sample.tokens:
+        elif outcome == Outcome.FINISH and len(response) == sample.tokens:
             self.ledger.reached(sample, len(response), self._version(flight, when))
             self._finished(sample, flight.replica, when)
         else:

@@ -28,7 +28,7 @@ from esgrpo.algo.history import PromptHistory
 from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing import BODY, TAIL, PromptQueue, TailShare
 from esgrpo.algo.segments import MOVE, at_boundary, next_multiple
-from esgrpo.algo.terms import Outcome
+from esgrpo.algo.terms import Outcome, Rule
 
 ROUTING, KEPT, PRUNING, ELASTIC, SAMPLER = ALL_MODULES = "ABCDS"
 
@@ -201,7 +201,7 @@ class EsGrpo(Policy):
         member = self.open[sample.group].running[sample.member]
         if at_boundary(member.length_class, member.may_move, yields=False) is not MOVE:
             return Continue()
-        self.attempt_ended(member, tokens, Outcome.YIELD, "move")
+        self.attempt_ended(member, tokens, Outcome.YIELD, Rule.MOVE)
         self.left(replica)
         self.count(member, -1)
         self.moving.append((member, tokens))

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from esgrpo import conditions
+from esgrpo.algo.terms import Feature
 from esgrpo.errors import ConfigError
 
 PREFIX = "actor_rollout_ref.rollout.segment"
@@ -387,25 +388,15 @@ def idle(segment: Segment) -> list[str]:
 
 def features(segment: Segment, loss_mode: str) -> frozenset[str]:
     """Names that hooks are switched on by."""
-    names = set()
-    if segment.enable or segment.observe:
-        names.add("observe")
-    if segment.enable:
-        names.add("segment")
-    if segment.prunes:
-        names.add("prune")
-    if segment.enable and segment.boundary == "yield":
-        names.add("yield")
-    switches = {"history": segment.history.enable, "routing": segment.routing.enable,
-                "tails": segment.routing.enable and segment.routing.tail_share > 0,
-                "elastic": segment.elastic.enable, "sampler": segment.sampler.enable,
-                "weighted": segment.weighted, "keep": segment.keeps, "token_outputs": segment.token_outputs}
-    names.update(name for name, on in switches.items() if on)
-    if segment.dmmpt.enable:
-        names.add("dmmpt")
-    if loss_mode in ("pois", "sais"):
-        names.add(loss_mode)
-    return frozenset(names)
+    switches = {Feature.OBSERVE: segment.enable or segment.observe, Feature.SEGMENT: segment.enable,
+                Feature.PRUNE: segment.prunes, Feature.YIELD: segment.enable and segment.boundary == "yield",
+                Feature.HISTORY: segment.history.enable, Feature.ROUTING: segment.routing.enable,
+                Feature.TAILS: segment.routing.enable and segment.routing.tail_share > 0,
+                Feature.ELASTIC: segment.elastic.enable, Feature.SAMPLER: segment.sampler.enable,
+                Feature.WEIGHTED: segment.weighted, Feature.KEEP: segment.keeps,
+                Feature.TOKEN_OUTPUTS: segment.token_outputs, Feature.DMMPT: segment.dmmpt.enable,
+                Feature.POIS: loss_mode == "pois", Feature.SAIS: loss_mode == "sais"}
+    return frozenset(name for name, on in switches.items() if on)
 
 
 @functools.lru_cache(maxsize=4)

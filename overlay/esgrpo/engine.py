@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from esgrpo import __version__, fingerprint
+from esgrpo.algo.terms import Feature, Process
 from esgrpo.errors import HookError, plain
 
 MARKER = "__esgrpo__"
-PLATFORMS = {"cpu": "cpu", "huawei": "npu"}  # VERL_PLATFORM, in the words of verl -> feature
+PLATFORMS = {"cpu": Feature.CPU, "huawei": Feature.NPU}  # VERL_PLATFORM, in the words of verl -> feature
 
 
 class State(str, enum.Enum):
@@ -76,6 +77,16 @@ class Hook:
     relies_on: tuple[str, ...] = ()
     rebinds: tuple[str, ...] = ()  # "module:name" aliases that `from x import f` made before we came
     without: tuple[tuple[str, str], ...] = ()  # (specifier, reason): releases in which this hook has no place
+
+    def __post_init__(self):
+        """Raises HookError for a word that nothing will ever match: the hook would silently never be needed."""
+        for field_, words in (("process", Process), ("features", Feature)):
+            known = {str(word) for word in words}
+            unknown = [word for word in getattr(self, field_) if word not in known]
+            if unknown:
+                raise HookError(self.slug, f"{field_} {', '.join(map(repr, unknown))}",
+                                f"words of esgrpo.algo.terms.{words.__name__}", "nothing is loaded",
+                                "correct the declaration, or add the word there")
 
     @property
     def module(self) -> str:

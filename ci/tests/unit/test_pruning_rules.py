@@ -12,6 +12,7 @@ import torch
 from esgrpo import config, losses
 from esgrpo.algo import audit, pruning
 from esgrpo.algo.group_pruning import Finished, GroupPruner
+from esgrpo.algo.terms import Rule
 
 SURE = {"tokens": 100.0, "low": 50.0, "high": 200.0, "known": True, "length_class": "body", "alpha": 400.0,
         "beta": 0.5}
@@ -157,7 +158,7 @@ def test_a_differing_exempted_candidate_is_a_false_prune():
     chosen.checkpoint("g", {4: 50, 5: 50})
     finish(chosen, "g", [4], correct=False)
     finish(chosen, "g", [5], correct=True)
-    assert chosen.audit._windows[pruning.RESOLVED][0][1] and not chosen.audit._windows[pruning.RESOLVED][1][1]
+    assert chosen.audit._windows[Rule.RESOLVED][0][1] and not chosen.audit._windows[Rule.RESOLVED][1][1]
 
 
 def test_many_false_prunes_stop_the_rule():
@@ -169,8 +170,8 @@ def test_many_false_prunes_stop_the_rule():
             if item.verdict.exempt:
                 finish(chosen, f"g{number}", [member], correct=False)
         chosen.close(f"g{number}")
-    assert chosen.audit.scale(pruning.RESOLVED) < 1
-    assert chosen.audit.evidence(pruning.RESOLVED)[1] < 200
+    assert chosen.audit.scale(Rule.RESOLVED) < 1
+    assert chosen.audit.evidence(Rule.RESOLVED)[1] < 200
 
 
 def test_equally_correct_under_an_overlong_penalty():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+from esgrpo.algo.terms import Outcome
 
 TIMELINE_PERIOD_S = 0.25  # the occupancy curve keeps one point per period, enough for a plot
 
@@ -102,7 +104,7 @@ def sync_counts(windows: Iterable[dict]) -> dict[str, float]:
     windows = list(windows)
     ages = [(age, count) for window in windows for age, count in window["kv_ages"]]
     kept = sum(count for _, count in ages)
-    return {"kept": kept, "aborted": sum(window["outcomes"].get("abort", 0) for window in windows),
+    return {"kept": kept, "aborted": sum(window["outcomes"].get(Outcome.ABORT, 0) for window in windows),
             "kv_age": max((age for age, _ in ages), default=0),
             "kv_age_mean": sum(age * count for age, count in ages) / kept if kept else 0.0}
 
@@ -148,6 +150,28 @@ def tail_ratio(times: Iterable[float]) -> float:
     return quantile(times, TAIL) / max(quantile(times, MEDIAN), SHORTEST_TIME_S)
 
 
+def batch_metrics(rows: Sequence[dict], seconds: float, devices: int) -> dict[str, float]:
+    """What became of the rows of one training batch, `seconds` after the one before; at least one row.
+
+    Throughput is in trained tokens that carry gradient, per second and device; the other waste in tokens.
+    """
+    balance = token_balance(rows)
+    spans = [len(row["spans"]) for row in rows]
+    times = [row["ended"] - row["started"] for row in rows]
+    return {
+        "prune/rate": sum(row["pruned"] for row in rows) / len(rows),
+        "waste/pruned": balance["pruned"],
+        "waste/zero_variance": balance["zero_variance"],
+        "waste/reprefill": balance["reprefill"],
+        "effective_token_throughput": balance["trained"] / (seconds * devices) if seconds > 0 else 0.0,
+        "tail_ratio": tail_ratio(times),
+        "version_span/mean": sum(spans) / len(spans),
+        "version_span/max": max(spans),
+        "partial_rate": sum(row["attempts"] > 1 for row in rows) / len(rows),
+        "boundaries/mean": sum(row["boundaries"] for row in rows) / len(rows),
+    }
+
+
 def ks_distance(sample: Iterable[tuple[float, float]], other: Iterable[tuple[float, float]]) -> float:
     """Kolmogorov-Smirnov distance of two weighted samples of (value, weight >= 0); 0 when one has no weight."""
     steps: dict[float, list[float]] = {}
@@ -165,7 +189,7 @@ def ks_distance(sample: Iterable[tuple[float, float]], other: Iterable[tuple[flo
 
 
 def _is_pruned(row: dict) -> bool:
-    return row["outcome"] == "prune"
+    return row["outcome"] == Outcome.PRUNE
 
 
 def length_bias(rows: Iterable[dict]) -> dict[str, float]:

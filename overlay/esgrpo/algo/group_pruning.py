@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from esgrpo import config
 from esgrpo.algo import pruning
 from esgrpo.algo.audit import Audit, Candidate, Verdict
-from esgrpo.algo.segments import REPETITION
+from esgrpo.algo.terms import Rule
 
 OUTCOME, PASSED_BY, LENGTH = "outcome", "passed-by", "length"  # kinds of lessons
 STATE_VERSION = 1  # of what `GroupPruner.to_state` returns
@@ -146,9 +146,9 @@ class GroupPruner:
 
     @staticmethod
     def _was_false(watched: Watched, member: int, rule: str, ending: Finished) -> bool:
-        if rule == REPETITION:
+        if rule == Rule.REPETITION:
             return not ending.capped
-        if rule == pruning.ENOUGH:
+        if rule == Rule.ENOUGH:
             return ending.correct
         return ending.correct != watched.seen[member][2]
 
@@ -161,12 +161,12 @@ class GroupPruner:
         if member in watched.decided:
             return None
         score = surprisal / rule.max_surprisal if rule.max_surprisal else 0.0
-        if score > self.audit.scale(REPETITION):
-            self._learned(PASSED_BY, REPETITION)
+        if score > self.audit.scale(Rule.REPETITION):
+            self._learned(PASSED_BY, Rule.REPETITION)
             return None
         if not rule.keep_row:
             self._fix_pivot(watched)
-        verdict = self._decide(group, watched, member, REPETITION, score, proven=True, trained=rule.keep_row)
+        verdict = self._decide(group, watched, member, Rule.REPETITION, score, proven=True, trained=rule.keep_row)
         decided = Decided(verdict, tokens, None if rule.keep_row else watched.pivot, rule.keep_row)
         watched.decided[member] = decided
         return decided
@@ -196,7 +196,7 @@ class GroupPruner:
 
     def _decide(self, group: str, watched: Watched, member: int, rule: str, score: float, **kind: bool) -> Verdict:
         others = watched.size - watched.pruned - len(watched.removed) - 1
-        return self.audit.decide(Candidate(group, member, rule, watched.size, watched.pruned, others, score,
+        return self.audit.decide(Candidate(group, member, str(rule), watched.size, watched.pruned, others, score,
                                            **kind))
 
     def _candidates(self, watched: Watched, open_: list[int], tokens: Mapping[int, int],
@@ -214,8 +214,8 @@ class GroupPruner:
                 found.setdefault(member, (rule, score))
 
         if self.prune.resolved.enable:
-            propose(pruning.RESOLVED, self._resolved(watched, tokens, running))
-        propose(pruning.ENOUGH, watched.enough(self.prune.finish_group_after))
+            propose(Rule.RESOLVED, self._resolved(watched, tokens, running))
+        propose(Rule.ENOUGH, watched.enough(self.prune.finish_group_after))
         return dict(sorted(found.items()))
 
     def _resolved(self, watched: Watched, tokens: Mapping[int, int], running: Mapping[int, int]) -> float | None:

@@ -28,6 +28,7 @@ from esgrpo.algo.lengths import (
     student,
 )
 from esgrpo.algo.routing import BODY, length_class
+from esgrpo.algo.terms import Outcome
 from esgrpo.config import History, Routing
 
 STATE_VERSION = 1
@@ -61,6 +62,14 @@ def _content(value):
     if hasattr(value, "tobytes"):
         return [type(value).__name__, str(getattr(value, "size", "")), hashlib.sha256(value.tobytes()).hexdigest()]
     return type(value).__qualname__  # an unknown object: its repr could hold an address
+
+
+def came_to_its_end(outcome: str | None, full: bool) -> bool:
+    """A response is the one that would have been: neither pruned nor interrupted before it was `full` (at its budget).
+
+    None: nobody knows, there was no hook; it then counts as whole.
+    """
+    return outcome != Outcome.PRUNE and (full or outcome != Outcome.ABORT)
 
 
 @dataclass

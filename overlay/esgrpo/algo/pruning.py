@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-RESOLVED, ENOUGH = "resolved", "enough"
+from esgrpo.algo.terms import Outcome, Rule
+
 LEAST_FINISHED = 2  # one finished member agrees with itself
 BOTH_SIGNS = 2  # right and wrong answers: what a group needs for a gradient
 UNINFORMED = (1.0, 1.0)  # Beta prior of a prompt without history: uniform
@@ -110,6 +111,29 @@ def resolved(probabilities: Sequence[float], null_prob: float) -> float | None:
     return any_ / null_prob if any_ < null_prob else None
 
 
+def masked(summaries: Sequence[dict | None], keep_loops: bool) -> list[bool]:
+    """Which rows no loss and no group statistic may see: those of pruned responses. None: not a row of ours.
+
+    A group whose members were all pruned stays as it is: there is no sibling whose statistics it would disturb, and
+    masking it whole could empty a mini-batch (division by zero tokens). Mostly its rewards are equal and give no
+    gradient; where they differ, the shortened responses are trained like any others. Not so where a coin was tossed:
+    a row that it fell against must not be trained, and the coin leaves two members of a group alone. With `keep_loops`
+    (prune.repetition.keep_row) a loop is trained as the failure that it is.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, summary in enumerate(summaries):
+        if summary is not None:
+            groups.setdefault(summary["group"], []).append(index)
+    result = [False] * len(summaries)
+    for members in groups.values():
+        pruned = [index for index in members if summaries[index]["outcome"] == Outcome.PRUNE
+                  and not (keep_loops and summaries[index]["rule"] == Rule.REPETITION)]
+        whole = len(pruned) == len(members)
+        for index in pruned:
+            result[index] = not whole or summaries[index].get("keep_probability", 1) < 1
+    return result
+
+
 def is_resolved_null(rows: Sequence[dict], kept: Sequence[bool]) -> bool:
     """A group that the resolved rule ended and that has no gradient: every kept reward is its pivot.
 
@@ -118,7 +142,7 @@ def is_resolved_null(rows: Sequence[dict], kept: Sequence[bool]) -> bool:
     no expectation but the number of groups.
     """
     tossed = [row for row in rows if row["keep_probability"] < 1]
-    if not any(row["outcome"] == "prune" and row["rule"] == RESOLVED for row in tossed):
+    if not any(row["outcome"] == Outcome.PRUNE and row["rule"] == Rule.RESOLVED for row in tossed):
         return False
     return all(row["score"] == tossed[0]["pivot"] for row, trained in zip(rows, kept, strict=True) if trained)
 

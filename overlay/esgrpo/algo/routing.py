@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-SHORT, BODY, TAIL = "short", "body", "tail"
+from esgrpo.algo.terms import LengthClass
+
+SHORT, BODY, TAIL = map(str, LengthClass)
 CLASSES = (SHORT, BODY, TAIL)
 PERIOD_S = 5.0  # between two adjustments of the tail share
 MEMORY = 0.3  # weight of the newest period in the running rates

@@ -12,11 +12,12 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from esgrpo.algo.terms import LengthClass, Outcome, Rule
 from esgrpo.config import Repetition, Segment
 
-CONTINUE, PRUNE, YIELD = "continue", "prune", "yield"
-SHORT, BODY, TAIL = "short", "body", "tail"  # length classes
-REPETITION = "repetition"  # the rule for loops
+CONTINUE, PRUNE, YIELD = "continue", Outcome.PRUNE, Outcome.YIELD
+SHORT, BODY, TAIL = map(str, LengthClass)
+REPETITION = Rule.REPETITION  # the rule for loops
 ASKED_GROUPS_KEPT = 4096  # a finish may overtake the attempt that it is for; groups are short-lived
 GROUP_LENGTHS_KEPT = 4096  # a group may be between two attempts when it is told its segment length
 UNKNOWN_VERSION = -1  # tokens made before the first weight sync told the engine its version
@@ -106,7 +107,7 @@ class Decision:
 
 # Made once: a look takes a few microseconds, and making a frozen dataclass is one of them.
 GO_ON, LOOP, HELD_LOOP = Decision(CONTINUE), Decision(PRUNE, REPETITION), Decision(YIELD, REPETITION)
-BOUNDARY, MOVE = Decision(YIELD, "boundary"), Decision(YIELD, "move")
+BOUNDARY, MOVE = Decision(YIELD, Rule.BOUNDARY), Decision(YIELD, Rule.MOVE)
 
 
 def at_boundary(length_class: str, move: bool, yields: bool) -> Decision:

@@ -27,3 +27,52 @@ class LengthClass(_Word):
     SHORT = "short"
     BODY = "body"
     TAIL = "tail"
+
+
+class Rule(_Word):
+    """What ended or handed back a response before its own end."""
+
+    REPETITION = "repetition"  # it is a proven loop
+    BOUNDARY = "boundary"  # handed back at the end of its segment
+    MOVE = "move"  # handed back once, to go on at a replica of the tail class
+    RESOLVED = "resolved"  # its finished siblings agree, and it is not likely to differ
+    ENOUGH = "enough"  # its finished siblings have what an update needs
+
+
+class Process(_Word):
+    """Kinds of processes of a run in which a hook may act."""
+
+    DRIVER = "driver"
+    TASK_RUNNER = "task-runner"
+    V1_TASK_RUNNER = "v1-task-runner"
+    ROLLOUTER = "rollouter"
+    TRAINER = "trainer"
+    ACTOR_WORKER = "actor-worker"
+    ROLLOUT_WORKER = "rollout-worker"
+    AGENT_LOOP_WORKER = "agent-loop-worker"
+    REWARD_LOOP_WORKER = "reward-loop-worker"
+    VLLM_SERVER = "vllm-server"
+    ENGINE_CORE = "engine-core"
+
+
+class Feature(_Word):
+    """What a run may have switched on: names in ESGRPO_FEATURES, by which hooks are needed or not."""
+
+    CPU = "cpu"  # platforms
+    NPU = "npu"
+    V1 = "v1"  # verl's v1 trainers
+    OBSERVE = "observe"
+    SEGMENT = "segment"
+    PRUNE = "prune"
+    YIELD = "yield"
+    DMMPT = "dmmpt"
+    POIS = "pois"
+    SAIS = "sais"
+    HISTORY = "history"
+    ROUTING = "routing"
+    TAILS = "tails"
+    ELASTIC = "elastic"
+    SAMPLER = "sampler"
+    WEIGHTED = "weighted"
+    KEEP = "keep"
+    TOKEN_OUTPUTS = "token_outputs"

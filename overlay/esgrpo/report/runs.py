@@ -12,6 +12,7 @@ from pathlib import Path
 
 from esgrpo.algo import books
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
+from esgrpo.algo.terms import Outcome
 from esgrpo.records import read, read_counted
 
 CAUSES = ("paused", "starved", "tail", "sync")  # of the bubble rate of a training run
@@ -111,7 +112,7 @@ def with_fates(run_dir: Path, since: float, until: float) -> list[dict]:
         if since <= row["time"] <= until:
             fate = {"trained": False, "gradient": False, "rolled_back": response in undone}
             update = {} if response in undone else trained.get(response, {})
-            rows.append({**row, "pruned": row["outcome"] == "prune", "replaced": response in replaced, **fate,
+            rows.append({**row, "pruned": row["outcome"] == Outcome.PRUNE, "replaced": response in replaced, **fate,
                          **update})
     return rows
 
@@ -166,7 +167,7 @@ def condense(run_dir: Path) -> dict:
         "hooks": json.loads(hooks.read_text(encoding="utf-8")) if hooks.exists() else [],
         "curves": curves(training_reward(rows, start), windows, rows, start),
         "facts": {
-            "seconds": seconds, "responses": len(rows), "pruned": sum(r["outcome"] == "prune" for r in rows),
+            "seconds": seconds, "responses": len(rows), "pruned": sum(r["outcome"] == Outcome.PRUNE for r in rows),
             "decoded tokens/s": sum(lengths) / seconds if seconds else 0.0,
             "bubble rate": rates["bubble_rate"], **{f"bubble {cause}": rates[cause] for cause in CAUSES},
             **{f"tokens {fate}": count for fate, count in balance.items()},

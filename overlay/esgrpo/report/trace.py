@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from esgrpo.algo.terms import Outcome
 from esgrpo.errors import EsgrpoError
 from esgrpo.records import read
 from esgrpo.report import load, runs
@@ -81,7 +82,8 @@ def events(stays: list[Stay], moments: list[Moment]) -> list[dict]:
             found.append({"ph": "X", "name": stay.name, "cat": stay.outcome, "pid": pids[stay.process],
                           "tid": slot + 1, "ts": at(begin), "dur": max(0.0, round(at(end) - at(begin), 1)),
                           "args": {key: value for key, value in facts.items() if value is not None}})
-    for moment in [*moments, *(Moment(s.process, f"prune {s.name}", s.end) for s in stays if s.outcome == "prune")]:
+    pruned = (Moment(s.process, f"prune {s.name}", s.end) for s in stays if s.outcome == Outcome.PRUNE)
+    for moment in [*moments, *pruned]:
         found.append({"ph": "i", "name": moment.name, "cat": "event", "ts": at(moment.at), "tid": 0,
                       "pid": pids[moment.process], "s": "p"})
     return found + _counters(stays, pids, at)

@@ -35,26 +35,13 @@ def build(original):
     return _postprocess
 
 
-def mask_pruned(rows) -> None:
-    """Zero the response_mask of pruned rows, group by group.
-
-    A group whose members were all pruned stays as it is: there is no sibling whose statistics it would disturb, and
-    masking it whole could empty a mini-batch (division by zero tokens). Mostly its rewards are equal and give no
-    gradient; where they differ, the shortened responses are trained like any others. Not so where a coin was tossed:
-    a row that it fell against must not be trained, and the coin leaves two members of a group alone.
-    """
+def mask_pruned(rows) -> list:
+    """Zero the response_mask of the rows that no loss may see; returns them."""
     from esgrpo import config
+    from esgrpo.algo.pruning import masked
 
-    keep_loops = config.current().prune.repetition.keep_row
-    groups: dict[str, list] = {}
-    for row in rows:
-        summary = row.extra_fields.get("esgrpo")
-        if summary is not None:
-            groups.setdefault(summary["group"], []).append((row, summary))
-    for members in groups.values():
-        pruned = [row for row, summary in members if summary["outcome"] == "prune"
-                  and not (keep_loops and summary["rule"] == "repetition")]
-        if len(pruned) == len(members):
-            pruned = [row for row in pruned if row.extra_fields["esgrpo"].get("keep_probability", 1) < 1]
-        for row in pruned:
-            row.response_mask.zero_()
+    gone = masked([row.extra_fields.get("esgrpo") for row in rows], config.current().prune.repetition.keep_row)
+    found = [row for row, is_masked in zip(rows, gone, strict=True) if is_masked]
+    for row in found:
+        row.response_mask.zero_()
+    return found

@@ -87,10 +87,11 @@ def learn(owner, sample, visit: tuple[str, dict] | None) -> None:
 def outcomes(batch) -> list[dict]:
     """What each response says: tokens, correct (None: nothing), capped (the length is a lower bound), version.
 
-    A response that filled the budget, was pruned or was interrupted is capped. Only one that ended by itself or filled
-    the budget (`ended`) says whether it is correct: the reward of a shortened response is that of another one.
+    A response that filled the budget or was cut is capped. Only one that was not cut (`ended`) says whether it is
+    correct: the reward of a shortened response is that of another one.
     """
     from esgrpo import config
+    from esgrpo.algo.history import came_to_its_end
     from esgrpo.losses import correct_rows
 
     tensors, extra = batch.batch, batch.non_tensor_batch
@@ -102,8 +103,7 @@ def outcomes(batch) -> list[dict]:
         verdicts = correct_rows(scores, config.current().success_threshold, extra.get("acc")).tolist()
     rows = []
     for summary, full, verdict in zip(extra["esgrpo"], filled, verdicts, strict=True):
-        pruned = summary["outcome"] == "prune"
-        ended = not pruned and (full or summary["outcome"] != "abort")
+        ended = came_to_its_end(summary["outcome"], full)
         rows.append({"tokens": summary["tokens"], "ended": ended, "correct": verdict if ended else None,
                      "capped": full or not ended, "version": max([-1, *(span[0] for span in summary["spans"])])})
     return rows

@@ -16,19 +16,19 @@ def forecasts(owner, raw_prompts, version) -> list[dict]:
 def observe(owner, raw_prompt, rows: list[dict], version) -> None:
     """One group. Each row: tokens, score (None: no reward yet), acc (None: the score decides), summary (None: unknown).
 
-    A response that was pruned or interrupted is not the one that would have been: it says nothing about correctness,
-    and its length is a lower bound, as it is for one that filled the response budget.
+    A response that did not come to its own end says nothing about correctness, and its length is a lower bound, as it
+    is for one that filled the response budget.
     """
-    from esgrpo.algo.history import prompt_key
+    from esgrpo.algo.history import came_to_its_end, prompt_key
     from esgrpo.hooks.verl.prompt_history import history_of
 
     budget = owner.config.data.max_response_length
     correct, capped = [], []
     for row in rows:
-        full, outcome = row["tokens"] >= budget, (row["summary"] or {}).get("outcome")
-        cut = outcome == "prune" or (outcome == "abort" and not full)
-        correct.append(None if cut or row["score"] is None else _correct(row))
-        capped.append(cut or full)
+        full = row["tokens"] >= budget
+        ended = came_to_its_end((row["summary"] or {}).get("outcome"), full)
+        correct.append(_correct(row) if ended and row["score"] is not None else None)
+        capped.append(full or not ended)
     history_of(owner).observe(prompt_key(raw_prompt), [row["tokens"] for row in rows], correct, capped, version)
 
 

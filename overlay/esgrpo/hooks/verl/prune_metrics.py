@@ -8,12 +8,13 @@ PREFIX = "esgrpo/"
 def note(owner, rows: list[dict], replaced: bool) -> None:
     """Remember the rows of one group until the next weight version; `owner` is the rollouter, or v1's buffer."""
     from esgrpo.algo.accounting import token_balance
+    from esgrpo.algo.terms import Outcome
 
     noted = owner.__dict__.setdefault("esgrpo_noted", {"rows": [], "replaced": 0, "tokens": 0})
     noted["rows"] += rows
     if replaced:
         noted["replaced"] += 1
-        noted["tokens"] += token_balance([{**row, "pruned": row["outcome"] == "prune", "trained": False,
+        noted["tokens"] += token_balance([{**row, "pruned": row["outcome"] == Outcome.PRUNE, "trained": False,
                                            "replaced": True} for row in rows])["zero_variance"]
 
 

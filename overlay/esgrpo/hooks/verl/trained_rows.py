@@ -80,30 +80,17 @@ def rows_of(batch) -> list[dict]:
 
 def metrics(rows: list[dict]) -> dict[str, float]:
     from esgrpo import config, engine, records
-    from esgrpo.algo.accounting import tail_ratio, token_balance
+    from esgrpo.algo.accounting import batch_metrics
 
     global _started
     now = time.time()
     seconds, _started = now - _started, now
-    balance = token_balance(rows)
-    spans = [len(row["spans"]) for row in rows]
-    times = [row["ended"] - row["started"] for row in rows]
     facts = config.facts()
     for row in rows:
         worker = row.get("node"), row.get("pid")
         _dropped[worker] = max(_dropped.get(worker, 0), row.get("records_dropped", 0))
-    pois = {"esgrpo/pois/optimizer_steps_per_version": facts["optimizer_steps_per_version"]}
-    return {
-        **(pois if "pois" in engine.active_features() else {}),
-        "esgrpo/records/dropped": records.dropped() + sum(_dropped.values()),
-        "esgrpo/prune/rate": sum(row["pruned"] for row in rows) / len(rows),
-        "esgrpo/waste/pruned": balance["pruned"],
-        "esgrpo/waste/zero_variance": balance["zero_variance"],
-        "esgrpo/waste/reprefill": balance["reprefill"],
-        "esgrpo/effective_token_throughput": balance["trained"] / (seconds * facts["devices"]) if seconds > 0 else 0.0,
-        "esgrpo/tail_ratio": tail_ratio(times),
-        "esgrpo/version_span/mean": sum(spans) / len(spans),
-        "esgrpo/version_span/max": max(spans),
-        "esgrpo/partial_rate": sum(row["attempts"] > 1 for row in rows) / len(rows),
-        "esgrpo/boundaries/mean": sum(row["boundaries"] for row in rows) / len(rows),
-    }
+    found = {"records/dropped": records.dropped() + sum(_dropped.values()),
+             **batch_metrics(rows, seconds, facts["devices"])}
+    if "pois" in engine.active_features():
+        found["pois/optimizer_steps_per_version"] = facts["optimizer_steps_per_version"]
+    return {f"esgrpo/{name}": value for name, value in found.items()}

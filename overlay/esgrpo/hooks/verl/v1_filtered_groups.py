@@ -92,12 +92,12 @@ def foreseen(buffer, partition: str) -> set[str]:
 
 def _resolved(buffer, partition: str, uids: set[str]) -> set[str]:
     """Those of which the resolved rule pruned somebody; of the others no tensor is fetched."""
-    from esgrpo.algo.pruning import RESOLVED
+    from esgrpo.algo.terms import Rule
     from esgrpo.hooks.verl.v1_rows import final_keys, group_of, with_summaries
 
     keys = final_keys(key for key in buffer.partitions[partition] if group_of(key) in uids)
     rows = with_summaries(keys, partition) if keys else []
-    return {group_of(row.key) for row in rows if row.extra_fields["esgrpo"]["rule"] == RESOLVED}
+    return {group_of(row.key) for row in rows if row.extra_fields["esgrpo"]["rule"] == Rule.RESOLVED}
 
 
 def _groups(buffer, partition: str, uids: set[str]) -> dict[str, list]:

@@ -49,9 +49,8 @@ def mask(batch) -> list[str]:
     rows = with_summaries(real_keys(batch), batch.partition_id, "response_mask")
     for row in rows:
         row.response_mask = row.response_mask.clone()  # a view into the fetched batch
-    before = [bool(row.response_mask.any()) for row in rows]
-    mask_pruned(rows)
-    masked = [row for row, had in zip(rows, before, strict=True) if had and not row.response_mask.any()]
+    had = {row.key for row in rows if row.response_mask.any()}
+    masked = [row for row in mask_pruned(rows) if row.key in had]
     if masked:
         zeros = torch.nested.as_nested_tensor([row.response_mask for row in masked], layout=torch.jagged)
         transfer_queue.kv_batch_put(keys=[row.key for row in masked], partition_id=batch.partition_id,

@@ -176,7 +176,7 @@ class SegmentMixin:
             self.segment_occupancy.window.tokens -= self.segment_logprobs.trim(key, kept)
         freed = super()._free_request(request, *args, **kwargs)
         aborted = str(request.get_finished_reason()) == "abort"
-        payload = self._segment_payload(request, "abort" if aborted else "finish", "")
+        payload = self._segment_payload(request, Outcome.ABORT if aborted else Outcome.FINISH, "")
         if payload is None:
             return freed
         if isinstance(freed, tuple):  # vLLM >= 0.28: (kv, ec) parameters
@@ -191,7 +191,7 @@ class SegmentMixin:
         self.segment_outcomes[f"{outcome}/{rule}" if rule else outcome] += 1
         marks = self.segment_book.carried_marks(item, request.num_output_tokens, self.segment_logprobs.of(
             request.request_id)) if outcome == YIELD else []
-        payload = {"outcome": outcome, "rule": rule, "spans": item.spans, "boundaries": item.boundaries,
+        payload = {"outcome": str(outcome), "rule": str(rule), "spans": item.spans, "boundaries": item.boundaries,
                    "replica": self.segment_replica, "arrived": request.arrival_time,
                    "logprob_sum": self.segment_logprobs.pop(request.request_id), "marks": marks,
                    "surprisal": item.surprisal}
