@@ -55,7 +55,7 @@ LOOPS = ("prune.repetition.enable", "prune.repetition.keep_row")
 def arms(segment_length: int) -> dict[str, list[str]]:
     """Arm -> overrides; `segment_length` is in tokens."""
     length = f"segment_length={segment_length}"
-    on = ("enable", length)
+    on, groups = ("enable", length), ("elastic.enable", "prune.resolved.enable")  # which the profile leaves out
     return {
         "off": switches("observe"),
         "B yield": switches("profile=static", length),
@@ -66,9 +66,9 @@ def arms(segment_length: int) -> dict[str, list[str]]:
         "D elastic": switches(*on, HISTORY, "elastic.enable"),
         "keep": switches(*on, "sync.requests=keep"),
         "token outputs": switches("observe", "token_outputs"),
-        "all": switches("profile=elastic", length),
+        "all": switches("profile=elastic", *groups, length),
         # effective tokens reward what the sampler selects: the same without it stands beside
-        "all without sampler": switches("profile=elastic", length, "sampler.enable=False"),
+        "all without sampler": switches("profile=elastic", *groups, length, "sampler.enable=False"),
     }
 
 

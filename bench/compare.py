@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from esgrpo import decided
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
 from esgrpo.algo.terms import Outcome
 from esgrpo.records import read
@@ -44,6 +45,7 @@ class Result:
     pruned: int
     partial: int
     sampler: bool  # prompts were chosen by the gradient that they promise
+    decided: str  # what each module decided in the whole run, or why nothing
 
 
 def add_target_option(parser) -> None:
@@ -111,7 +113,8 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         curves=runs.curves(evaluations, windows, rows, ready, target), states=states,
         pruned=sum(r["outcome"] == Outcome.PRUNE for r in rows), partial=sum(r["attempts"] > 1 for r in responses),
         sampler=any(hook["slug"] in SAMPLERS and hook["state"] == "APPLIED"
-                    for report in hooks for hook in report["hooks"]))
+                    for report in hooks for hook in report["hooks"]),
+        decided=decided.said(decided.of_directory(str(run_dir), hooks)))
 
 
 def table(results: list[Result]) -> list[list[str]]:
@@ -142,5 +145,6 @@ def table(results: list[Result]) -> list[list[str]]:
         *[row(f"wasted: {cause}", share(cause)) for cause in ("pruned", "zero_variance", "stale", "reprefill")],
         row("tail ratio (P99/P50 time)", lambda r: f"{r.tail_ratio:.1f}"),
         ["response length P50 / P99", *[f"{quantile(x, 0.5):.0f} / {quantile(x, 0.99):.0f}" for x in lengths]],
+        row("what each module decided", lambda r: r.decided),
         row("hook states", lambda r: ", ".join(f"{n} {state}" for state, n in sorted(r.states.items()))),
     ]

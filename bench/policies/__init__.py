@@ -33,13 +33,16 @@ from typing import NamedTuple, Protocol
 
 from bench.policies.pool import Pool
 from bench.workload import Group, Sample
+from esgrpo.algo import decisions
 
 OVERSUBSCRIBED = 2.0  # requests of begun groups per place: stragglers of a group must not keep places empty
 SYNC, ASYNC = "sync", "async"
 KEEP, ABORT = "keep", "abort"  # what a weight sync does to running requests
-# Modules and what is counted of each: prompts begun out of the data's order, responses handed back at a boundary,
-# responses pruned, responses told another boundary, prompts chosen out of the data's order, requests kept over a sync.
-DECISIONS = ("routing", "segments", "pruning", "elastic", "sampler", "keep")
+# Modules that are played here and what is counted of each: prompts begun before an older one, responses handed back at
+# a boundary, responses pruned, responses told another boundary, prompts chosen by what is known of the candidates,
+# requests kept over a sync.
+DECISIONS = (decisions.ROUTING, decisions.SEGMENTS, decisions.PRUNING, decisions.ELASTIC, decisions.SAMPLER,
+             decisions.KEEP)
 
 
 @dataclass(frozen=True)

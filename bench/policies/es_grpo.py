@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from bench.policies import ABORT, ASYNC, KEEP, SYNC, Action, Continue, EndStep, Load, Policy, Prune, Tell, Yield
 from bench.workload import Group, Sample
 from esgrpo import config
-from esgrpo.algo import rollout
+from esgrpo.algo import decisions, rollout
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.carry_over import CarryOver, CarryOverError, Waiting
 from esgrpo.algo.group_pruning import GroupPruner
@@ -99,7 +99,8 @@ class EsGrpo(Policy):
             self.fresh = self.wanted()
 
     def settings_of_modules(self) -> config.Segment:
-        settings = config.parse({"profile": "elastic", **self.overrides})
+        prune = {"resolved": {"enable": True}, "audit": {"enable": True}}
+        settings = config.parse({"profile": "elastic", "elastic": {"enable": True}, "prune": prune, **self.overrides})
         return dataclasses.replace(
             settings, elastic=dataclasses.replace(settings.elastic, enable=ELASTIC in self.has),
             routing=dataclasses.replace(settings.routing, enable=ROUTING in self.has))
@@ -124,7 +125,7 @@ class EsGrpo(Policy):
             self.sampler = PromptSampler(self.settings.sampler, self.history, random.Random(self.rng.random()), prompts,
                                          str, self.limits.members)
         chosen = self.sampler.take(self.version)
-        self.decisions["sampler"] += chosen != (self.sampler.taken - 1) % prompts
+        self.decisions[decisions.SAMPLER] += self.sampler.take_counts()["chosen"]
         return chosen
 
     def demand(self) -> int:
@@ -158,7 +159,7 @@ class EsGrpo(Policy):
                 break
             inversions = self.queue.inversions
             group = self.queue.pop()
-            self.decisions["routing"] += self.queue.inversions - inversions
+            self.decisions[decisions.ROUTING] += self.queue.inversions - inversions
             actions += self.begin_group(group)
         return actions
 
@@ -205,7 +206,7 @@ class EsGrpo(Policy):
         self.left(replica)
         self.count(member, -1)
         self.moving.append((member, tokens))
-        self.decisions["segments"] += 1
+        self.decisions[decisions.SEGMENTS] += 1
         return Yield()
 
     def attempt_ended(self, member: Member, tokens: int, outcome: Outcome, rule: str = "") -> None:
@@ -228,7 +229,7 @@ class EsGrpo(Policy):
     def aborted(self, sample, replica, tokens, now):
         """Only pruning stops a response here."""
         self.now = now
-        self.decisions["pruning"] += 1
+        self.decisions[decisions.PRUNING] += 1
         self.leave(sample, replica, tokens, Outcome.PRUNE, (tokens, None, True), None)
 
     def leave(self, sample: Sample, replica: int, tokens: int, outcome: Outcome, ending: tuple,
@@ -279,7 +280,7 @@ class EsGrpo(Policy):
                 self.tails += number in here
             if member.may_move and number in here and number not in doomed:
                 actions.append(Tell(member.sample, next_multiple(tokens[number], told.length) - tokens[number]))
-        self.decisions["elastic"] += len(actions)
+        self.decisions[decisions.ELASTIC] += len(actions)
         return actions
 
     # updates
@@ -311,7 +312,7 @@ class EsGrpo(Policy):
     def weights_changed(self, now: float) -> None:
         self.version += 1
         if self.sync == KEEP:
-            self.decisions["keep"] += self.in_flight
+            self.decisions[decisions.KEEP] += self.in_flight
 
 
 class Pruning(EsGrpo):

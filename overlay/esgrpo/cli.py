@@ -150,13 +150,21 @@ def status(arguments) -> int:
                             for r in rows])
         fine = {state.value for state in engine.ACCEPTED | {engine.State.PENDING}}
         return 0 if all(r["state"] in fine for r in rows) else 1
+    from esgrpo import decided
+
     reports = _run_states(arguments.run_dir)
+    modules = decided.of_directory(arguments.run_dir, reports)
     if arguments.json:
-        print(json.dumps(reports, indent=2))
+        print(json.dumps({"processes": reports, "modules": [vars(row) for row in modules]}, indent=2))
     else:
         _print_table([["PROCESS", "HOST", "PID", "HOOK", "STATE", "REASON"]]
                      + [[r["process"], r["host"], str(r["pid"]), h["slug"], h["state"], h["detail"]]
                         for r in reports for h in r["hooks"]])
+        print()
+        if modules:
+            _print_table([["MODULE", "SWITCH", "DECISIONS", "REASON"], *decided.cells(modules)])
+        else:
+            print("what modules decided: not recorded")
     return 1 if any(engine.not_in_place(r["hooks"]) for r in reports) else 0
 
 
@@ -221,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("run", help="run a command with the overlay: esgrpo run -- CMD ...")
     sub.add_argument("command", nargs=argparse.REMAINDER)
     sub.set_defaults(function=run)
-    sub = commands.add_parser("status", help="states of all hooks, here or in a finished run",
+    sub = commands.add_parser("status", help="states of all hooks, here or in a run; what each module decided",
                               description="Imports no upstream. Exit code 0: nothing would stop a strict run; 1: a "
                                           "hook is DRIFTED, INCOMPATIBLE, FAILED, LATE, or not where a process of that "
                                           "run needs it; 2: unusable.")

@@ -60,7 +60,7 @@ class Repetition:
     min_span: int = _number(256, 2, None, "a loop repeats one pattern for at least so many tokens, up to its last one")
     max_pattern_size: int = _number(32, 1, 1024, "longest repeated pattern, tokens; at most half of min_span")
     max_surprisal: float = _number(0.01, 0.0, None, "largest mean surprisal (-log-prob) of these tokens, nats a token")
-    check_interval: int = _number(32, 1, None, "tokens between two looks at a response")
+    check_interval: int = _number(128, 1, None, "tokens between two looks at a response")
     keep_row: bool = _flag(
         False, "train the shortened response with its reward instead of masking it: a proven failure to unlearn"
     )
@@ -169,7 +169,8 @@ class Segment:
     """Everything under `segment`. With enable=False and observe=False no hook is on the path."""
 
     profile: str = _choice("custom", ("custom", "off", "static", "elastic"),
-                           "defaults of all other keys: verl, segments submitted again at once, or the whole method")
+                           "defaults of all other keys: verl, segments submitted again at once, or the method without "
+                           "what needs other settings to decide anything")
     seed: int = _number(0, 0, None, "of every random decision")
     enable: bool = _flag(False, "segment rollout")
     observe: bool = _flag(False, "measure and record, decide nothing (the baseline arm of a comparison)")
@@ -226,14 +227,14 @@ PROFILES: dict[str, dict] = {
     "custom": {},
     "off": {},
     "static": {"enable": True, "boundary": "yield"},
+    # Only what can decide something under it: soft boundaries leave elastic.enable nothing to change, and group rules
+    # are biased under verl's default algorithm.norm_adv_by_std_in_grpo=True (bench.estimator_bias).
     "elastic": {
         "enable": True,
         "history": {"enable": True},
         "routing": {"enable": True},
-        "elastic": {"enable": True},
         # loops are trained as the failures that they are: masked, they would never be unlearned
-        "prune": {"repetition": {"enable": True, "keep_row": True}, "resolved": {"enable": True},
-                  "audit": {"enable": True}},
+        "prune": {"repetition": {"enable": True, "keep_row": True}, "audit": {"enable": True}},
         "sampler": {"enable": True},
         "sync": {"requests": "keep"},
         "token_outputs": True,
@@ -412,9 +413,11 @@ def current() -> Segment:
 def facts() -> dict:
     """What the driver knows of the run and a worker does not.
 
-    devices, replicas, optimizer_steps_per_version, prompts_per_version.
+    devices, replicas, optimizer_steps_per_version, prompts_per_version, batches_per_version (of the trainer's metrics),
+    response_length (tokens), trainer (as algo/decisions.py names them).
     """
-    defaults = {"devices": 1, "replicas": 1, "optimizer_steps_per_version": 1, "prompts_per_version": 1}
+    defaults = {"devices": 1, "replicas": 1, "optimizer_steps_per_version": 1, "prompts_per_version": 1,
+                "batches_per_version": 1, "response_length": 0, "trainer": ""}
     return {**defaults, **json.loads(os.environ.get(ENV_FACTS) or "{}")}
 
 

@@ -1,4 +1,6 @@
-"""A real fully-async run with the whole method on: history, routing, elastic segments, audited pruning, sampler, keep.
+"""A real fully-async run with the whole method on, also what its profile leaves out.
+
+History, routing, elastic segments, audited pruning, sampler, kept requests.
 
 One start. Its pruning is as bold as the settings allow, so that many coins fall in a short run.
 """
@@ -20,6 +22,8 @@ from ci.tests.e2e.test_fully_async import (
     metrics_of,
     overrides,
 )
+from esgrpo import decided
+from esgrpo.algo import decisions
 from esgrpo.records import read
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -42,7 +46,8 @@ def run(tmp_path_factory) -> Path:
     run_dir, prune = tmp_path / "run", f"{SEGMENT}.prune"
     arm.run("elastic", overrides(
         tmp_path, run_dir, f"{SEGMENT}.profile=elastic", f"{SEGMENT}.segment_length=64",
-        f"{SEGMENT}.elastic.min_length=16", f"{prune}.resolved.null_prob=1.0", f"{prune}.audit.min_candidates=5",
+        f"{SEGMENT}.elastic.enable=True", f"{SEGMENT}.elastic.min_length=16",
+        f"{prune}.resolved.enable=True", f"{prune}.resolved.null_prob=1.0", f"{prune}.audit.min_candidates=5",
         f"{prune}.audit.max_false_rate=1.0", f"{prune}.audit.exempt_prob={EXEMPT}",
         "algorithm.norm_adv_by_std_in_grpo=False",
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
@@ -110,6 +115,20 @@ def test_foreseen_groups_were_replaced_and_never_trained(run):
     counted = metrics_of(run, "esgrpo/prune/replaced_groups")
     assert 0 < sum(row["esgrpo/prune/replaced_groups"] for row in counted) <= len(replaced)
     assert any("esgrpo/prune/false_rate_bound" in row and "esgrpo/length_bias/resolved" in row for row in counted)
+
+
+def test_modules_decided_or_say_why_not(run):
+    modules = {row.module: row for row in decided.of_directory(str(run)) if row.on}
+    assert set(modules) == {"routing", "loops", "pruning", "replaced", "elastic", "sampler", "keep", "token_outputs"}
+    assert all(row.decided or row.reason for row in modules.values())
+    responses, windows = read(str(run), "responses"), read(str(run), "windows")
+    assert modules["pruning"].decided == sum(row["rule"] == "resolved" for row in responses) > 0
+    assert modules["replaced"].decided == len(read(str(run), "replaced")) > 0  # the last ones come with the end
+    assert modules["keep"].decided == sum(window["kept"] for window in windows) > 0
+    assert modules["token_outputs"].decided > 0
+    assert modules["elastic"].reason == decisions.NO_TAILS
+    rows = metrics_of(run, "esgrpo/decisions/pruning")
+    assert 0 < sum(row["esgrpo/decisions/pruning"] for row in rows) <= modules["pruning"].decided
 
 
 def test_history_was_learnt_saved_and_used(run):

@@ -177,9 +177,10 @@ def test_status_of_a_run(tmp_path, capsys, states, code, below):
     (tmp_path / below).mkdir(exist_ok=True)
     (tmp_path / below / "hooks.json").write_text(json.dumps([report(*states)]))
     assert cli.main(["status", str(tmp_path)]) == code
-    assert len(capsys.readouterr().out.splitlines()) == len(states) + 1
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(states) + 3 and said[-2:] == ["", "what modules decided: not recorded"]
     assert cli.main(["status", str(tmp_path), "--json"]) == code
-    assert json.loads(capsys.readouterr().out) == [report(*states)]
+    assert json.loads(capsys.readouterr().out) == {"processes": [report(*states)], "modules": []}
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "\x00"])

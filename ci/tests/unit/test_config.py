@@ -213,8 +213,9 @@ def test_no_number_is_infinite(path, field, value):
 
 
 def test_profiles_are_defaults_and_the_user_has_the_last_word():
-    elastic = parse({"profile": "elastic", "prune": {"resolved": {"null_prob": 0.2}}, "sampler": {"enable": False}})
-    assert elastic.prune.resolved.enable and elastic.prune.resolved.null_prob == 0.2
+    elastic = parse({"profile": "elastic", "prune": {"resolved": {"enable": True, "null_prob": 0.2}},
+                     "elastic": {"enable": True}, "sampler": {"enable": False}})
+    assert elastic.prune.repetition.keep_row and elastic.prune.resolved.null_prob == 0.2
     assert not elastic.sampler.enable and elastic.sync.requests == "keep"
     assert parse(json.loads(config.to_json(elastic))) == elastic
     static = parse({"profile": "static", "segment_length": 64})

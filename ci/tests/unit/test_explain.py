@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from esgrpo import cli
-from esgrpo.algo import accounting, calibration, carry_over, prompt_sampling, routing
+from esgrpo.algo import accounting, calibration, carry_over, decisions, prompt_sampling, routing
 from esgrpo.explain import report
 
 OVERLAY = Path(report.__file__).resolve().parents[1]
@@ -61,6 +61,7 @@ def members() -> dict[str, set[str]]:
         "esgrpo/routing/": set(load.take_metrics()) | set(routing_counts()) | {"tail_replicas", "tail_share"},
         "esgrpo/carry/": {field.name for field in dataclasses.fields(carry_over.Step)} | {"partial"},
         "esgrpo/sampler/": keys_of(prompt_sampling, "metrics"),
+        "esgrpo/decisions/": set(decisions.NAMES),
         "esgrpo/history/": keys_of(calibration, "metrics") | {"prompts"},
     }
 

@@ -118,6 +118,10 @@ class Audit:
         return {"false_rate": false / trials if trials else 0.0, "false_rate_bound": wilson_upper(false, trials),
                 "outcomes": trials, "scale": self.scale(rule)}
 
+    def reports(self) -> dict[str, dict]:
+        """Of every rule that has brought an outcome; `needed` is how many it takes before it may prune."""
+        return {rule: {**self.report(rule), "needed": self._needed} for rule in self._windows}
+
     def is_decided(self, group: str, member: int) -> bool:
         return member in self._decided.get(group, ())
 

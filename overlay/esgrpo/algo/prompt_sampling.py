@@ -83,6 +83,7 @@ class PromptSampler:
         self._unseen: deque[bool] = deque(maxlen=REPORT_WINDOW)
         self._waiting: dict[str, float] = {}  # key -> expected share; at most one entry a prompt
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=REPORT_WINDOW)
+        self._tally: Counter[str] = Counter()  # since `take_counts`
 
     def take(self, version: int | None) -> int:
         """The next prompt, chosen with what the history knows now. `version` counts weight versions; None: the last one
@@ -90,7 +91,7 @@ class PromptSampler:
         if self.rng.random() < self.settings.uniform:
             place = self.rng.randrange(len(self.eligible))
         else:
-            place = max(self._candidates(), key=lambda at: self._worth(self.eligible[at], version))
+            place = self._preferred(version)
         number = self.eligible[place]
         self.eligible[place] = self.eligible[-1]
         self.eligible.pop()
@@ -104,12 +105,20 @@ class PromptSampler:
         size = len(self.eligible)
         return self.rng.sample(range(size), min(self.settings.candidates, size))
 
-    def _worth(self, number: int, version: int | None) -> float:
-        alpha, beta = self.history.posterior(self.key_of(number), version)
-        expected = self.settings.choice == EXPECTED
-        worth = expected_gain(alpha, beta) if expected else gain(self.rng.betavariate(alpha, beta))
-        last = self._last[number]
-        return worth if last == NEVER else worth * min(1.0, (self.taken - last) / self.recovery)
+    def _preferred(self, version: int | None) -> int:
+        """Place of the candidate that promises most. Among candidates that are known alike it is an accident."""
+        worths, known = {}, set()
+        for place in self._candidates():
+            number = self.eligible[place]
+            alpha, beta = self.history.posterior(self.key_of(number), version)
+            last = self._last[number]
+            recovered = 1.0 if last == NEVER else min(1.0, (self.taken - last) / self.recovery)
+            expected = self.settings.choice == EXPECTED
+            worths[place] = recovered * (expected_gain(alpha, beta) if expected
+                                         else gain(self.rng.betavariate(alpha, beta)))
+            known.add((alpha, beta, recovered))
+        self._tally["chosen"] += len(known) > 1
+        return max(worths, key=worths.__getitem__)
 
     def _note(self, number: int, version: int | None) -> None:
         key = self.key_of(number)
@@ -122,7 +131,9 @@ class PromptSampler:
             self._counts[old] -= 1
             if not self._counts[old]:
                 del self._counts[old]
-        self._unseen.append(not self.history.forecast(key, version)["known"])
+        unseen = not self.history.forecast(key, version)["known"]
+        self._unseen.append(unseen)
+        self._tally.update(takes=1, unseen=int(unseen))
         self._waiting[key] = gradient_probability(*self.history.posterior(key, version), self.responses)
 
     def outcome(self, key: str, correct: Iterable) -> None:
@@ -130,6 +141,12 @@ class PromptSampler:
         expected = self._waiting.pop(key, None)
         if expected is not None:
             self._outcomes.append((expected, has_gradient(correct)))
+
+    def take_counts(self) -> dict[str, int]:
+        """Since the last call: takes, those of prompts without history, and those that were chosen: the candidates
+        differed in what is known of them."""
+        counts, self._tally = self._tally, Counter()
+        return {name: counts[name] for name in ("takes", "unseen", "chosen")}
 
     def metrics(self) -> dict[str, float]:
         """Shares in [0, 1]. Expected and realised are of the same groups: those whose outcome came back.

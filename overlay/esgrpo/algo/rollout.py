@@ -325,7 +325,7 @@ class Rules:
     budget: int  # tokens of the longest response
     replicas: int = 1
     pruner: GroupPruner | None = None  # None: no group rule is on
-    decisions: Counter = field(default_factory=Counter)  # "module/what" -> times
+    decisions: Counter = field(default_factory=Counter)  # "module/what" -> times (algo/decisions.py)
 
     @property
     def moves(self) -> bool:
@@ -414,13 +414,16 @@ class GroupRun:
     def _attempt_ended(self, response: Response, event: AttemptEnded) -> list[Action]:
         self.where.pop(event.member, None)
         versions = response.attempt_ended(event)
+        loop = response.rule == REPETITION
+        if response.outcome == Outcome.PRUNE and loop and not response.doomed:
+            self.rules.decisions["loops/pruned"] += 1  # by the engine, without an audit
         if response.outcome == Outcome.YIELD:
-            if response.rule == REPETITION and event.left > 0:
+            if loop and event.left > 0:
                 self._judge_loop(response)
             if response.doomed:  # since it left the engine: nobody there can hear of it
                 response.prune(response.decision["rule"])
             elif event.left > 0:
-                self.rules.decisions["segments/resubmitted"] += 1
+                self.rules.decisions["segments/resubmitted"] += not loop
                 return [Submit(self.name, response.number, self.fields(response), versions)]
             else:
                 response.outcome, response.rule = Outcome.FINISH, ""  # handed back with its last token
@@ -434,13 +437,16 @@ class GroupRun:
         decided = self.rules.pruner.loop(self.name, response.number, response.tokens, response.surprisal)
         if decided is not None:
             self._decided(response, decided)
+        else:
+            self.rules.decisions["loops/passed_by"] += 1
         response.exempt = not response.doomed
 
     def _decided(self, response: Response, decided: Decided) -> None:
         verdict = decided.verdict
         response.decision = {"rule": verdict.rule, "prune": verdict.prune, "keep_probability": decided.keep_probability,
                              "reason": verdict.reason, "tokens": decided.tokens, "pivot": decided.pivot}
-        self.rules.decisions[f"pruning/{'pruned' if verdict.prune else 'exempted'}"] += 1
+        module = "loops" if verdict.rule == REPETITION else "pruning"
+        self.rules.decisions[f"{module}/{'pruned' if verdict.prune else 'exempted'}"] += 1
 
     # endings
 

@@ -49,7 +49,8 @@ class PromptQueue:
         self._order: list[int] = []  # arrival numbers that wait, oldest first
         self._longest: list[tuple[float, int]] = []  # heap of (-tokens, arrival), some of them gone
         self._arrivals = self._popped = 0
-        self.pops = self.inversions = self.overtakes = 0  # inversions: pops of an item that was not the oldest
+        # choices: pops with more than one item to choose from; inversions: pops of an item that was not the oldest
+        self.pops = self.choices = self.inversions = self.overtakes = 0
 
     def __len__(self) -> int:
         return len(self._order)
@@ -72,14 +73,16 @@ class PromptQueue:
         del self._order[place]
         self._popped += 1
         self.pops += 1
+        self.choices += len(self._order) > 0
         self.overtakes += place
         self.inversions += place > 0
         return self._items.pop(arrival)
 
     def take_counts(self) -> dict[str, int]:
         """Counts since the last call."""
-        counts = {"pops": self.pops, "inversions": self.inversions, "overtakes": self.overtakes}
-        self.pops = self.inversions = self.overtakes = 0
+        counts = {"pops": self.pops, "choices": self.choices, "inversions": self.inversions,
+                  "overtakes": self.overtakes}
+        self.pops = self.choices = self.inversions = self.overtakes = 0
         return counts
 
 

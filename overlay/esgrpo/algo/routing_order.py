@@ -15,6 +15,15 @@ def longest_first(items: Sequence, predicted: Sequence[float]) -> list:
     return [items[at] for at in order]
 
 
+def inversions(order: Sequence[int]) -> int:
+    """Places at which another item stands than the oldest of those that are left; items are numbered by age."""
+    oldest, count = float("inf"), 0
+    for item in reversed(order):
+        oldest = min(oldest, item)
+        count += item != oldest
+    return count
+
+
 def deal(order: Sequence, hands: int) -> list:
     """The same items, so that cutting them into `hands` equal pieces gives each piece every hands-th item.
 

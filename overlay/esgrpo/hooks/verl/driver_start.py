@@ -65,6 +65,9 @@ def prepare(config) -> None:
     run_dir = os.environ.setdefault("ESGRPO_RUN_DIR", os.path.abspath(config.trainer.default_local_dir))
     goes_on = config.trainer.get("resume_mode", "auto") != "disable"
     os.environ.update(records.begun(run_dir, goes_on) if features else records.named(records.new_run(), 0))
+    if features:
+        records.write("decisions", {"process": "driver", "settings": json.loads(settings.to_json(segment)),
+                                    "facts": settings.facts()})
     _reach_every_worker(config)
     engine.refresh()
     rows = engine.states("driver")
@@ -138,7 +141,20 @@ def _facts(config) -> dict:
     replica = math.prod(config.actor_rollout_ref.rollout.get(size) or 1 for size in sizes)
     return {"devices": trainer + standalone, "replicas": (standalone or trainer) // replica,
             "optimizer_steps_per_version": optimizer_steps_per_version(config, is_v1(config)),
-            "prompts_per_version": prompts_per_version(config)}
+            "prompts_per_version": prompts_per_version(config), **_trainer(config),
+            "response_length": config.data.max_response_length}
+
+
+def _trainer(config) -> dict:
+    """Which trainer this is, and how many of its batches it logs together at a weight version."""
+    from esgrpo.algo import decisions
+
+    if is_v1(config):
+        return {"trainer": config.trainer.v1.trainer_mode, "batches_per_version": 1}
+    fully_async = config.get("async_training") or {}
+    recipe = "compute_prox_log_prob" in fully_async
+    return {"trainer": decisions.RECIPE if recipe else decisions.FULLY_ASYNC if fully_async else "",
+            "batches_per_version": fully_async.get("trigger_parameter_sync_step", 1)}
 
 
 def _adjust(config, segment, features):

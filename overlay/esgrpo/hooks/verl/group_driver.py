@@ -20,6 +20,7 @@ from esgrpo import config, records
 from esgrpo.algo import rollout
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
+from esgrpo.hooks.verl import decision_counts
 from esgrpo.hooks.verl.server_calls import answers
 from esgrpo.hooks.verl.server_control import methods
 
@@ -83,7 +84,15 @@ class Driver:
         return prompt_key(raw_prompt) if known is None and raw_prompt is not None else known
 
     def on(self, event):
-        return self._carry_out(self.runs.on(event))
+        actions = self.runs.on(event)
+        if isinstance(event, rollout.MemberEnded) and event.group not in self.runs.groups:
+            self._note()
+        return self._carry_out(actions)
+
+    def _note(self) -> None:
+        """A group is over: what was decided is recorded, if anything was."""
+        pruner = self.runs.rules.pruner
+        decision_counts.write("agent-loop-worker", self.decisions, {} if pruner is None else pruner.audit.reports())
 
     def _carry_out(self, actions: list[rollout.Action]):
         answer = None
@@ -220,9 +229,10 @@ def reward_of(output) -> tuple:
     return None if score is None else float(score), (output.extra_fields.get("reward_extra_info") or {}).get("acc")
 
 
-def row_of(action: rollout.Record) -> dict:
-    """The record with what identifies this process and run."""
-    return {**records.identity(), "records_dropped": records.dropped(), **action.record.row()}
+def row_of(action: rollout.Record, driver: Driver) -> dict:
+    """The record with what identifies this process and run, and what it has decided so far: the trainer counts that."""
+    return {**records.identity(), "records_dropped": records.dropped(), "decisions": dict(driver.decisions),
+            **action.record.row()}
 
 
 def attach(output, row: dict) -> None:

@@ -61,7 +61,7 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None, 
         group_driver.current.reset(token)
         driver.rewards.pop((group, seat.number), None)
         record = seat.on(rollout.MemberEnded, now=time.time(), **ending)
-    row = group_driver.row_of(record)
+    row = group_driver.row_of(record, driver)
     records.write("responses", row)
     if output is not None:
         group_driver.attach(output, row)

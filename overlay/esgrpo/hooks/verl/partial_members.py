@@ -65,7 +65,7 @@ async def run_member(original, worker, group: str, given: dict, args, kwargs):
         group_driver.current.reset(token)
         record = seat.on(rollout.MemberEnded, now=time.time(), **ending)
     if record is not None:  # else it goes on later
-        row = group_driver.row_of(record)
+        row = group_driver.row_of(record, driver)
         output.extra_fields["esgrpo"] = row
         records.write("responses", row)
     return output

@@ -118,3 +118,9 @@ def metrics_of(owner) -> dict[str, float]:
     if order is None or "prompts" not in vars(order):
         return {}
     return {f"esgrpo/sampler/{name}": value for name, value in order.prompts.metrics().items()}
+
+
+def take_counts(owner) -> dict[str, int]:
+    """Takes of this rollouter or trainer since the last call, by what decided about them."""
+    order = getattr(owner, "esgrpo_prompt_order", None)
+    return {} if order is None or "prompts" not in vars(order) else order.prompts.take_counts()

@@ -81,13 +81,18 @@ def queue_for(rollouter) -> OrderedQueue:
     """The queue that stands in for the rollouter's empty one, in front of the same methods."""
     from esgrpo import config
     from esgrpo.algo.routing import PromptQueue
+    from esgrpo.hooks.verl import decision_counts
     from esgrpo.hooks.verl.prompt_forecasts import key_of
     from esgrpo.hooks.verl.prompt_history import history_of
 
     routing, before = config.current().routing, rollouter.pending_queue.maxsize
 
     def tokens_of(sample) -> float:
-        return history_of(rollouter).forecast(key_of(sample) or "")["tokens"] if routing.enable else 0.0
+        if not routing.enable:
+            return 0.0
+        forecast = history_of(rollouter).forecast(key_of(sample) or "")
+        decision_counts.add("routing", known=forecast["known"])
+        return forecast["tokens"]
 
     def bound() -> int:
         """Known only once the replicas are; it changes when replicas come and go."""

@@ -66,7 +66,7 @@ class Filter:
 def replace(rollouter, sample) -> bool:
     """True when the group is not to be put, and its place was given back."""
     from esgrpo.algo.pruning import is_resolved_null
-    from esgrpo.hooks.verl import in_flight, prune_metrics
+    from esgrpo.hooks.verl import decision_counts, in_flight, prune_metrics
     from esgrpo.records import write
 
     batch = sample.full_batch
@@ -78,6 +78,7 @@ def replace(rollouter, sample) -> bool:
     prune_metrics.note(rollouter, rows, replaced)
     if not replaced:
         return False
+    decision_counts.add("replaced", groups=1)
     in_flight.ended(rollouter, sample)
     rollouter.staleness_samples -= 1
     # the original counts every group that was put: one of them was not

@@ -153,7 +153,9 @@ def flush_records(task_runner) -> None:
 def _flush(instance) -> None:
     """Runs inside an actor that has nothing else to do any more."""
     from esgrpo import records
+    from esgrpo.hooks.verl import decision_counts
 
+    decision_counts.finish()
     records.flush()
 
 

@@ -23,20 +23,21 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     async def reset_staleness(self, *args, **kwargs):
-        from esgrpo.hooks.verl import failed_prompts, in_flight, prune_metrics
+        from esgrpo.hooks.verl import decision_counts, failed_prompts, in_flight, prune_metrics
         from esgrpo.hooks.verl.rollouter_windows import metrics
         from esgrpo.hooks.verl.routing_metrics import at_weight_version
 
         timing = await original(self, *args, **kwargs)
-        return {**timing, **await metrics(self, timing), **prune_metrics.take(self),
-                **failed_prompts.next_version(self), **in_flight.take_metrics(self), **await at_weight_version(self)}
+        found = {**timing, **await metrics(self, timing), **prune_metrics.take(self),
+                 **failed_prompts.next_version(self), **in_flight.take_metrics(self), **await at_weight_version(self)}
+        return {**found, **decision_counts.of_rollouter(self)}
 
     return reset_staleness
 
 
 async def metrics(rollouter, timing) -> dict[str, float]:
     from esgrpo.algo.accounting import bubble, sync_counts
-    from esgrpo.hooks.verl import prompt_order
+    from esgrpo.hooks.verl import decision_counts, prompt_order
     from esgrpo.hooks.verl.server_calls import answers_if_any
     from esgrpo.hooks.verl.server_control import methods
     from esgrpo.records import dropped, write
@@ -47,6 +48,7 @@ async def metrics(rollouter, timing) -> dict[str, float]:
     windows = [window for answer in answers for window in answer]
     paused = timing["fully_async/rollouter/version_time"] - timing["fully_async/rollouter/active_time"]
     rates = bubble(windows, paused)
+    decision_counts.add_windows(windows)
     for window in windows:
         write("windows", {**window, "rollouter_paused": paused})
     bubbles = {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate for name, rate in rates.items()}

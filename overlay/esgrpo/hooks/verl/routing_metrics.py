@@ -6,6 +6,7 @@ from __future__ import annotations
 async def at_weight_version(rollouter) -> dict[str, float]:
     """Metrics since the last weight version; the history is saved on this occasion."""
     from esgrpo import engine
+    from esgrpo.hooks.verl import decision_counts
 
     features, found = engine.active_features(), {}
     if "history" in features:
@@ -17,7 +18,9 @@ async def at_weight_version(rollouter) -> dict[str, float]:
         save(rollouter)
     order = getattr(getattr(rollouter, "pending_queue", None), "order", None)
     if order is not None:
-        found.update({f"esgrpo/routing/{name}": value for name, value in order.take_counts().items()})
+        counts = order.take_counts()
+        found.update({f"esgrpo/routing/{name}": value for name, value in counts.items()})
+        decision_counts.add("routing", **counts)
     balancer = getattr(getattr(rollouter, "llm_server_manager", None), "global_load_balancer", None)
     if "routing" in features and hasattr(balancer, "esgrpo_take_metrics"):  # the handle of a TailRouter has it
         from esgrpo.hooks.verl.server_calls import answers_if_any
@@ -25,4 +28,5 @@ async def at_weight_version(rollouter) -> dict[str, float]:
         for taken in await answers_if_any([balancer.esgrpo_take_metrics.remote()], "take_metrics",
                                           "esgrpo/routing/* lacks the router's part"):
             found.update({f"esgrpo/routing/{name}": value for name, value in taken.items()})
+            decision_counts.add("routing", moves=taken["moves"])
     return found

@@ -27,8 +27,10 @@ def build(original):
 
         result = await original(self, *args, **kwargs)
         windows = await engine_call(self, "esgrpo_set_version", self.global_steps)
-        self.esgrpo_windows = [*getattr(self, "esgrpo_windows", []),
-                               *[window for window in windows if window is not None]]
+        closed = [window for window in windows if window is not None]
+        if closed and "esgrpo_text" in self.__dict__:
+            closed[0]["token_outputs"] = self.__dict__.pop("esgrpo_text")
+        self.esgrpo_windows = [*getattr(self, "esgrpo_windows", []), *closed]
         return result
 
     return set_global_steps

@@ -28,10 +28,18 @@ def build(original):
         from esgrpo.hooks.verl import token_outputs
 
         bound = inspect.signature(original).bind(self, *args, **kwargs)
-        bound.arguments["sampling_params"] = token_outputs.without_text(bound.arguments["sampling_params"])
+        given = bound.arguments["sampling_params"]
+        bound.arguments["sampling_params"] = asked = token_outputs.without_text(given)
+        token_outputs.count(self, asked.get("detokenize") is False and "detokenize" not in given)
         return await original(*bound.args, **bound.kwargs)
 
     return generate
+
+
+def count(server, without: bool) -> None:
+    """Until the next weight version, whose window takes the counts along."""
+    counts = server.__dict__.setdefault("esgrpo_text", {"responses": 0, "with_text": 0})
+    counts["responses" if without else "with_text"] += 1
 
 
 def without_text(parameters: dict) -> dict:

@@ -35,6 +35,7 @@ def build(original):
     def compute_data_metrics(*args, **kwargs):
         import inspect
 
+        from esgrpo.hooks.verl import decision_counts
         from esgrpo.hooks.verl.trained_rows import metrics, rows_of, update
         from esgrpo.records import write
 
@@ -44,7 +45,7 @@ def build(original):
             rows = rows_of(batch)
             for row in rows:
                 write("trained", {**row, **update})
-            result.update(metrics(rows))
+            result.update({**metrics(rows), **decision_counts.of_trainer(rows)})
         return result
 
     return compute_data_metrics

@@ -70,7 +70,7 @@ def foreseen(buffer, partition: str) -> set[str]:
 
     from esgrpo import config
     from esgrpo.algo.pruning import is_resolved_null
-    from esgrpo.hooks.verl import prune_metrics
+    from esgrpo.hooks.verl import decision_counts, prune_metrics
     from esgrpo.records import write
 
     refills = isinstance(buffer, ReplayBufferAsync) and buffer.refill_fn is not None
@@ -86,6 +86,7 @@ def foreseen(buffer, partition: str) -> set[str]:
         judged[uid] = is_resolved_null(rows, [bool(row.response_mask.any()) for row in members])
         if judged[uid]:
             prune_metrics.note(buffer, rows, True)
+            decision_counts.add("replaced", groups=1)
             write("replaced", {"group": uid, "rows": rows})
     return {uid for uid, replaced in judged.items() if replaced}
 

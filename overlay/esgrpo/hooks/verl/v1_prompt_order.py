@@ -46,8 +46,8 @@ def prepared(trainer, batch):
     from verl.utils import tensordict_utils as tu
 
     from esgrpo import engine
-    from esgrpo.algo.routing_order import deal, longest_first
-    from esgrpo.hooks.verl import prompt_rows
+    from esgrpo.algo.routing_order import deal, inversions, longest_first
+    from esgrpo.hooks.verl import decision_counts, prompt_rows
 
     prompts = [getattr(prompt, "data", prompt) for prompt in batch["raw_prompt"]]
     found = prompt_rows.forecasts(trainer, prompts, trainer.global_steps)
@@ -55,5 +55,7 @@ def prepared(trainer, batch):
     if trainer.trainer_mode != SYNC or "routing" not in engine.active_features():
         return batch  # the asynchronous modes send a few prompts at a time, as others end
     order = longest_first(range(len(batch)), [forecast["tokens"] for forecast in found])
+    decision_counts.add("routing", pops=len(order), choices=len(order) - 1, inversions=inversions(order),
+                        known=sum(forecast["known"] for forecast in found))
     workers = len(getattr(trainer.agent_loop_manager, "agent_loop_workers", ()))
     return tu.index_select_tensor_dict(batch, deal(order, workers))

@@ -36,7 +36,7 @@ def build(original):
         outputs = output if isinstance(output, list) else [output]
         if seat is None or not outputs:  # validation, or a loop that gave nothing
             return await original(self, *args, **kwargs)
-        row = group_driver.row_of(seat.on(rollout.Sealed, now=time.time()))
+        row = group_driver.row_of(seat.on(rollout.Sealed, now=time.time()), seat.driver)
         for each in outputs:  # every output of a session carries the session's row
             group_driver.attach(each, row)
         result = await original(self, *args, **kwargs)

@@ -42,7 +42,7 @@ def build(original):
 def record(trainer, batch) -> dict[str, float]:
     """Write one record per trained response and per closed engine window; returns the metrics of both."""
     from esgrpo import config
-    from esgrpo.hooks.verl import prune_metrics
+    from esgrpo.hooks.verl import decision_counts, prune_metrics
     from esgrpo.hooks.verl.trained_rows import metrics, rows_of, update
     from esgrpo.records import write
 
@@ -50,7 +50,8 @@ def record(trainer, batch) -> dict[str, float]:
     for row in rows:
         write("trained", {**row, **update})
     report = prune_metrics.take(trainer.replay_buffer, rows) if rows and config.current().audited else {}
-    return {**(metrics(rows) if rows else {}), **report, **windows(trainer)}
+    found = {**(metrics(rows) if rows else {}), **report, **windows(trainer)}
+    return {**found, **decision_counts.of_v1(trainer, rows)}
 
 
 def padded(batch):
@@ -83,6 +84,7 @@ def servers_of(trainer) -> list:
 def windows(trainer) -> dict[str, float]:
     """Bubble rate over the engine windows that closed since the last call. Nobody holds prompts back under v1."""
     from esgrpo.algo.accounting import bubble
+    from esgrpo.hooks.verl import decision_counts
     from esgrpo.hooks.verl.server_calls import fetched_if_any
     from esgrpo.hooks.verl.server_control import methods
     from esgrpo.records import write
@@ -90,6 +92,7 @@ def windows(trainer) -> dict[str, float]:
     calls = [call.remote() for call in methods(servers_of(trainer), "esgrpo_take_windows")]
     answers = fetched_if_any(calls, "take_windows", "esgrpo/bubble_rate lacks this version")
     closed = [window for answer in answers for window in answer]
+    decision_counts.add_windows(closed)
     for window in closed:
         write("windows", {**window, "rollouter_paused": 0.0})
     return {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate

@@ -1,0 +1,45 @@
+"""`esgrpo status RUN_DIR`: what each module of a run decided, from its records. Needs neither torch nor verl."""
+
+from __future__ import annotations
+
+import json
+
+from esgrpo import config, records
+from esgrpo.algo import decisions
+from esgrpo.errors import ConfigError
+
+
+def of_directory(run_dir: str, reports: list[dict] = ()) -> list[decisions.Row]:
+    """One row a module of the newest run in a directory, over all of its starts.
+
+    A run of an older release has no such records: what was on is read from `reports`, the states of its hooks. Empty
+    where its settings are not known, or not those of this release.
+    """
+    rows = records.read(run_dir, "decisions")
+    begun = [row for row in rows if "settings" in row]
+    given = begun[-1]["settings"] if begun else next((json.loads(report["segment"]) for report in reports
+                                                      if report.get("segment")), None)
+    if given is None:
+        return []
+    try:
+        settings = config.parse(given)
+    except ConfigError:
+        return []
+    facts = begun[-1]["facts"] if begun else {}
+    mine = [row for row in rows if begun and row.get("run") == begun[-1].get("run")]
+    counts, audit = decisions.of_rows(mine)
+    return decisions.table(decisions.Run(settings, counts, audit, facts.get("trainer", ""), facts.get("replicas", 1),
+                                         facts.get("response_length", 0)), recorded=bool(begun))
+
+
+def cells(rows: list[decisions.Row]) -> list[list[str]]:
+    """As a table, without its header: module, on or off, decisions, reason or the switch of what is off."""
+    return [[row.module, "on" if row.on else "off", "" if row.decided is None or not (row.on or row.decided)
+             else str(row.decided), row.reason if row.on else f"({row.switch})"] for row in rows]
+
+
+def said(rows: list[decisions.Row]) -> str:
+    """The same of those that were on, in one line."""
+    found = [f"{row.module} {'?' if row.decided is None else row.decided}" + (f" ({row.reason})" if row.reason else "")
+             for row in rows if row.on]
+    return ", ".join(found) if found else "all off" if rows else "not recorded"
