@@ -341,13 +341,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--min-span", type=int, default=default.min_span, help="tokens; to compare other rules")
     parser.add_argument("--max-pattern-size", type=int, default=default.max_pattern_size, help="tokens")
     parser.add_argument("--max-surprisal", type=float, default=default.max_surprisal, help="nats a token")
+    parser.add_argument("--check-interval", type=int, default=default.check_interval, help="tokens between two looks")
     options = parser.parse_args(argv)
-    if options.placements < 1 or options.seconds <= 0:
-        parser.error("--placements and --seconds must be positive")
+    if options.placements < 1 or options.seconds <= 0 or options.check_interval < 1:
+        parser.error("--placements, --seconds and --check-interval must be positive")
     if options.max_pattern_size < 1 or options.min_span < 2 * options.max_pattern_size or options.max_surprisal < 0:
         parser.error("wanted: --max-pattern-size >= 1, --min-span at least twice that, --max-surprisal >= 0")
     rule = Repetition(enable=True, min_span=options.min_span, max_pattern_size=options.max_pattern_size,
-                      max_surprisal=options.max_surprisal)
+                      max_surprisal=options.max_surprisal, check_interval=options.check_interval)
     try:
         result = play(rule, options.seed, options.placements, options.seconds,
                       lambda line: print(f"bench.loops: {line}", file=sys.stderr, flush=True))

@@ -8,6 +8,7 @@ replicas that hold a member of the group.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -28,6 +29,9 @@ SETTINGS = {
     "elastic": {"enable": True, "min_length": 2, "max_length": 16},
     "prune": {"resolved": {"enable": True, "null_prob": 1.0}, "finish_group_after": 2,
               "audit": {"enable": True, "exempt_prob": 0.3, "min_candidates": 1, "max_false_rate": 1.0}}}
+
+
+COUNTED = ("pruning/pruned", "pruning/exempted", "segments/resubmitted")
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Life(RuleBasedStateMachine):
         pruner = GroupPruner(segment, Audit(segment.prune.audit, random.Random(seed)), BUDGET)
         self.runs = rollout.GroupRuns(rollout.Rules(segment, BUDGET, len(REPLICAS), pruner))
         self.size, self.version, self.late = size, 0, 0
+        self.happened: Counter = Counter()  # as decisions are named
         self.members: dict[tuple[str, int], Member] = {}
         self.over: dict[tuple[str, int], dict] = {}  # states of members that were carried on
         self.asks: list[rollout.Ask] = []
@@ -58,7 +63,9 @@ class Life(RuleBasedStateMachine):
     # what the driver does
 
     def on(self, event):
-        answer = None
+        answer, ends = None, isinstance(event, rollout.MemberEnded)
+        if ends and (decision := self.runs.response(event.group, event.member).decision):
+            self.happened[f"pruning/{'pruned' if decision['prune'] else 'exempted'}"] += 1
         for action in self.runs.on(event):
             held = {member.replica for (group, _), member in self.members.items()
                     if group == getattr(action, "group", None) and member.replica is not None}
@@ -174,6 +181,7 @@ class Life(RuleBasedStateMachine):
             assert action.versions == (made[0], made[-1])
         if isinstance(action, rollout.Submit):
             assert outcome == Outcome.YIELD and len(member.stamps) < BUDGET
+            self.happened["segments/resubmitted"] += 1
             assert action.fields["done_before"] == len(member.stamps)
         else:
             member.whole = not (more.get("aborted") and action.stop_reason is None and len(member.stamps) < BUDGET)
@@ -285,6 +293,16 @@ class Life(RuleBasedStateMachine):
                  "ended": rollout.MemberEnded(group, number, 9.0, 1.0)}[kind]
         assert self.runs.on(event) == []
         self.late += 1
+
+    @invariant()
+    def what_happened_is_what_was_counted(self):
+        if not hasattr(self, "runs"):
+            return
+        counts, open_ = self.runs.rules.decisions, Counter(self.happened)
+        for run in self.runs.groups.values():
+            open_.update(f"pruning/{'pruned' if response.decision['prune'] else 'exempted'}"
+                         for response in run.running.values() if response.decision)
+        assert {name: counts[name] for name in COUNTED} == {name: open_[name] for name in COUNTED}
 
     @invariant()
     def late_messages_are_counted_and_only_groups_with_somebody_left_are_kept(self):

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from bench import loops
+from ci.tests.property.rollout_fakes import ended, new_driver, seat_of
 from esgrpo import config
 from esgrpo.algo import audit
 from esgrpo.algo.group_pruning import Finished, GroupPruner
 from esgrpo.algo.segments import PRUNE, REPETITION, YIELD, SegmentBook
 from esgrpo.config import Repetition
-from esgrpo.hooks.verl import attempts, client_attempts, config_rules, group_decisions
+from esgrpo.hooks.verl import client_attempts, config_rules
 
 RULE = Repetition(enable=True)
 # control: what once was a proven loop
@@ -241,31 +242,31 @@ class Server:
 
 
 def generate(monkeypatch, keep_row: bool, seed: int):
-    """One response of a group of four through the client hook, with the worker's pruner."""
+    """One response of a group of four through the client hook, and its record."""
     settings = config.parse({"enable": True, "seed": seed, "prune": {
         "repetition": {"enable": True, "keep_row": keep_row}, "audit": {"enable": True, "exempt_prob": 0.5}}})
     monkeypatch.setenv(config.ENV_SEGMENT, config.to_json(settings))
     monkeypatch.delenv("ESGRPO_RUN_DIR", raising=False)
-    worker = SimpleNamespace(rollout_config=SimpleNamespace(response_length=1000))
-    member, server = attempts.Member("g", 0), Server()
-    group_decisions.watch(worker, member, 4)
+    server = Server()
 
     async def run():
-        attempts.judge.set(lambda held: group_decisions.judge_loop(worker, held))
+        driver = new_driver(1000)
+        seat = seat_of(driver, size=4)
         original = lambda self, *, prompt_ids, sampling_params: server.generate(  # noqa: E731
             prompt_ids=prompt_ids, sampling_params=sampling_params)
-        return await client_attempts.generate_member(
-            original, None, member, (), {"prompt_ids": [1], "sampling_params": {"max_tokens": 1000}})
+        output = await client_attempts.generate_member(
+            original, None, seat, (), {"prompt_ids": [1], "sampling_params": {"max_tokens": 1000}})
+        return output, ended(seat, 0.0), driver.decisions
 
-    return asyncio.run(run()), member, server
+    return *asyncio.run(run()), server
 
 
 @pytest.mark.parametrize("keep_row", [False, True])
 def test_the_coin_decides_whether_a_handed_back_loop_ends_or_runs_to_its_end(monkeypatch, keep_row):
     seen = set()
     for seed in range(12):
-        output, member, server = generate(monkeypatch, keep_row, seed)
-        summary = member.summary()
+        output, summary, decisions, server = generate(monkeypatch, keep_row, seed)
+        assert +decisions == {"loops/exempted" if summary["exempted"] else "loops/pruned": 1}  # and nobody was moved
         assert summary["candidate"] and summary["candidate_rule"] == REPETITION
         assert summary["tokens_at_decision"] == 300
         assert summary["keep_probability"] == (1.0 if keep_row else 0.5)
@@ -314,7 +315,8 @@ def test_the_command_plays_the_corpus_and_the_recorded_loops(capsys):
 
 def test_the_command_sees_a_rule_that_is_wrong(capsys):
     """Negative controls: eight equal tokens are too few, and no model is certain beyond measure."""
-    assert loops.main(["--json", "--placements", "600", "--min-span", "8", "--max-pattern-size", "1"]) == 1
+    often = ["--check-interval", "32"]
+    assert loops.main(["--json", "--placements", "600", "--min-span", "8", "--max-pattern-size", "1", *often]) == 1
     assert json.loads(capsys.readouterr().out)["false_prunes"] > 15
     assert loops.main(["--json", "--placements", "200", "--min-span", "1024"]) == 1
     assert json.loads(capsys.readouterr().out)["found_within_512"] == 0.0

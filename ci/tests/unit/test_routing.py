@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from esgrpo import config
+from esgrpo import config, records
 from esgrpo.algo import routing
 from esgrpo.algo.routing import BODY, SHORT, TAIL, ClassLoad, PromptQueue, TailShare, choose_replica
 from esgrpo.hooks.verl import prompt_queue, routing_metrics, tail_router
@@ -263,8 +263,8 @@ def test_metrics_at_a_weight_version(monkeypatch, tmp_path):
         return asyncio.run(routing_metrics.at_weight_version(rollouter))
 
     assert found("observe,history,routing") == {
-        "esgrpo/history/prompts": 0, "esgrpo/routing/pops": 0, "esgrpo/routing/inversions": 0,
-        "esgrpo/routing/overtakes": 0, "esgrpo/routing/moves": 2}
-    assert (tmp_path / "esgrpo" / "history.json").is_file()
+        "esgrpo/history/prompts": 0, "esgrpo/routing/pops": 0, "esgrpo/routing/choices": 0,
+        "esgrpo/routing/inversions": 0, "esgrpo/routing/overtakes": 0, "esgrpo/routing/moves": 2}
+    assert records.flush() and (tmp_path / "esgrpo" / "history.json").is_file()
     rollouter.pending_queue = asyncio.Queue()
     assert found("observe") == {}

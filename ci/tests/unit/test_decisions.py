@@ -1,0 +1,226 @@
+"""What each module decided, why one decided nothing, and that both stand in records, metrics, status and tables."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from bench import compare
+from ci.tests.property.rollout_fakes import new_driver, seat_of
+from esgrpo import cli, config, decided, records
+from esgrpo.algo import decisions, rollout
+from esgrpo.algo.decisions import Run, of_rows, table
+from esgrpo.algo.history import PromptHistory
+from esgrpo.algo.prompt_sampling import PromptSampler
+from esgrpo.algo.routing_order import inversions, longest_first
+from esgrpo.hooks.verl import decision_counts, group_driver, token_outputs
+
+ON = {"enable": True, "history": {"enable": True}}
+ROUTING = {**ON, "routing": {"enable": True}}
+TAILS = {**ON, "routing": {"enable": True, "tail_share": 0.25}}
+GROUPS = {"enable": True, "prune": {"resolved": {"enable": True}, "audit": {"enable": True}}}
+LOOPS = {"enable": True, "prune": {"repetition": {"enable": True}, "audit": {"enable": True}}}
+ELASTIC = {"enable": True, "elastic": {"enable": True}}
+SAMPLER = {**ON, "sampler": {"enable": True}}
+KEEP = {"enable": True, "sync": {"requests": "keep"}}
+REPORT = {"false_rate": 0.0, "false_rate_bound": 0.02, "outcomes": 100, "needed": 73}
+
+
+@pytest.fixture(autouse=True)
+def nothing_counted(monkeypatch):
+    for name, empty in (("counts", Counter()), ("_written", {}), ("_tracked", decisions.Gathered()), ("_batches", 0)):
+        monkeypatch.setattr(decision_counts, name, empty)
+
+
+def row_of(module: str, settings: dict, counts: dict = {}, **facts) -> decisions.Row:  # noqa: B006
+    found = {row.module: row for row in table(Run(config.parse(settings), Counter(counts), **facts))}
+    assert tuple(found) == decisions.NAMES
+    return found[module]
+
+
+@pytest.mark.parametrize("module, settings, counts, facts, reason", [
+    ("routing", ROUTING, {}, {}, "no prompt was begun"),
+    ("routing", ROUTING, {"routing/pops": 12}, {"trainer": "fully_async"}, "first epoch: none of 12 prompts was seen"),
+    ("routing", ROUTING, {"routing/pops": 12, "routing/known": 9}, {}, "no queue: prompts start at once"),
+    ("routing", ROUTING, {"routing/pops": 12, "routing/known": 9, "routing/choices": 3}, {"trainer": "sync"},
+     "the longest was always the oldest"),
+    ("routing", ROUTING, {}, {"trainer": "colocate_async"}, "colocate_async begins a prompt when another one ends"),
+    ("routing", ROUTING, {}, {"trainer": decisions.RECIPE}, "verl 0.7.0: prompts stay in order"),
+    ("routing", TAILS, {}, {"replicas": 1}, "one replica"),
+    ("segments", TAILS, {}, {"replicas": 1}, "one replica"),
+    ("segments", {"enable": True, "boundary": "yield"}, {}, {}, "no response reached a boundary"),
+    ("loops", LOOPS, {}, {}, "no loop was proven"),
+    ("loops", LOOPS, {}, {"response_length": 128}, "min_span=256 is more than a response may have, 128 tokens"),
+    ("loops", LOOPS, {"loops/exempted": 2, "loops/passed_by": 1}, {}, "the audit let all 3 proven loops run"),
+    ("loops", LOOPS, {"loops/exempted": 1}, {}, "the audit let the only proven loop run"),
+    ("pruning", GROUPS, {}, {}, "no candidate"),
+    ("pruning", GROUPS, {"pruning/exempted": 20}, {"audit": {"resolved": {**REPORT, "outcomes": 12}}},
+     "not enough exempted outcomes: 12 of 73"),
+    ("pruning", GROUPS, {"pruning/exempted": 99}, {"audit": {"resolved": {**REPORT, "false_rate_bound": 0.12}}},
+     "the false-prune rate may be 0.12, above audit.max_false_rate=0.05"),
+    ("pruning", GROUPS, {"pruning/exempted": 99}, {"audit": {"resolved": REPORT}}, "let all 99 candidates run"),
+    ("replaced", GROUPS, {}, {}, "nothing was pruned"),
+    ("replaced", GROUPS, {"pruning/pruned": 4}, {}, "each pruned group kept a gradient"),
+    ("replaced", GROUPS, {"pruning/pruned": 4}, {"trainer": "sync"}, "trainer_mode=sync submits no other prompt"),
+    ("elastic", ELASTIC, {}, {"replicas": 4}, "soft boundaries and no tail replicas: nobody is handed back"),
+    ("elastic", {**TAILS, **ELASTIC}, {}, {"replicas": 1}, "one replica"),
+    ("elastic", {**ELASTIC, "boundary": "yield"}, {}, {}, "no group was told another length"),
+    ("elastic", ELASTIC, {}, {"trainer": decisions.RECIPE}, "verl 0.7.0: no replica is asked"),
+    ("sampler", SAMPLER, {}, {}, "no prompt was taken"),
+    ("sampler", SAMPLER, {"sampler/takes": 1, "sampler/unseen": 1}, {}, "first epoch: none of 1 prompt was seen"),
+    ("sampler", SAMPLER, {"sampler/takes": 8, "sampler/unseen": 5}, {}, "no candidate promised more"),
+    ("keep", KEEP, {}, {}, "no weight sync"),
+    ("keep", KEEP, {"keep/syncs": 3}, {"trainer": "fully_async"}, "no weight sync while requests ran"),
+    ("keep", KEEP, {"keep/syncs": 3, "keep/aborted": 7}, {}, "7 requests aborted instead"),
+    ("keep", KEEP, {"keep/syncs": 3}, {"trainer": "sync"}, "sync has no standalone replicas"),
+    ("keep", KEEP, {}, {"trainer": decisions.RECIPE}, "its servers cancel requests by themselves"),
+    ("token_outputs", {"observe": True, "token_outputs": True}, {}, {}, "no request was counted"),
+    ("token_outputs", {"observe": True, "token_outputs": True}, {"token_outputs/with_text": 3}, {}, "stop strings"),
+    ("token_outputs", {"observe": True, "token_outputs": True}, {}, {"trainer": decisions.RECIPE}, "verl 0.7.0"),
+])
+def test_a_module_that_is_on_and_decided_nothing_says_why(module, settings, counts, facts, reason):
+    row = row_of(module, settings, counts, **facts)
+    assert row.on and row.decided == 0 and reason in row.reason, row.reason
+    named = next(one for one in decisions.MODULES if one.name == module).counted[0]
+    assert row_of(module, settings, {**counts, named: 5}, **facts) == decisions.Row(module, row.switch, True, 5)
+    assert not row_of(module, {"observe": True}, counts, **facts).reason  # off: there is nothing to explain
+
+
+@pytest.mark.parametrize("profile", list(config.PROFILES))
+def test_a_profile_holds_only_what_can_decide_under_it(profile):
+    settings = config.parse({"profile": profile})
+    assert decisions.cannot_decide(settings) == []
+    assert not settings.weighted, "weights of pruned rows are biased under verl's default estimator"
+    assert decisions.cannot_decide(config.parse({"profile": "elastic", "elastic": {"enable": True}})) == ["elastic"]
+
+
+def test_a_longer_one_first_is_an_inversion():
+    assert inversions(longest_first(range(4), [1, 1, 1, 1])) == 0
+    assert inversions(longest_first(range(4), [1, 4, 2, 3])) == 3 and inversions([1, 0]) == 1 and inversions([]) == 0
+
+
+def test_the_sampler_decides_once_candidates_differ():
+    import random
+
+    settings = config.parse({**SAMPLER, "sampler": {"enable": True, "uniform": 0.0, "candidates": 64}})
+    history = PromptHistory(settings.history, settings.routing, budget=100)
+    sampler = PromptSampler(settings.sampler, history, random.Random(0), 40, str, 8)
+    for _ in range(3):
+        sampler.take(0)
+    assert sampler.take_counts() == {"takes": 3, "unseen": 3, "chosen": 0}
+    for number in range(20):
+        history.observe(str(number), [5] * 8, [True, False] * 4, [False] * 8, version=1)
+    for _ in range(3):
+        sampler.take(1)
+    counts = sampler.take_counts()
+    assert counts["chosen"] == 3 and sampler.take_counts() == {"takes": 0, "unseen": 0, "chosen": 0}
+
+
+def test_without_text_is_counted_for_the_next_window():
+    server = SimpleNamespace()
+    for changed in (True, False, True):
+        token_outputs.count(server, changed)
+    decision_counts.add_windows([{"kept": 3, "outcomes": {"abort": 1}, "token_outputs": server.esgrpo_text},
+                                 {"kept": 0, "outcomes": {}}])
+    assert +decision_counts.counts == {"keep/kept": 3, "keep/aborted": 1, "keep/syncs": 2, "token_outputs/responses": 2,
+                                       "token_outputs/with_text": 1}
+
+
+def worker_run(tmp_path, monkeypatch, **segment) -> tuple[group_driver.Driver, list[dict]]:
+    """A worker whose group of two hands one response back once, and whose engine prunes the other one as a loop."""
+    settings = config.parse({"enable": True, "boundary": "yield", "prune": {"repetition": {"enable": True}}, **segment})
+    monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv(config.ENV_SEGMENT, config.to_json(settings))
+    records.write("decisions", {"process": "driver", "settings": json.loads(config.to_json(settings)),
+                                "facts": {"trainer": "fully_async", "replicas": 2}})
+    book = {"spans": [[0, 4]], "boundaries": 1, "logprob_sum": 0.0, "replica": "r", "arrived": 0.0}
+
+    async def run():
+        driver = new_driver()
+        seats = [seat_of(driver, size=2) for _ in range(2)]
+        for seat, outcome, rule in ((seats[0], "yield", "boundary"), (seats[0], "finish", ""),
+                                    (seats[1], "prune", "repetition")):
+            seat.on(rollout.AttemptEnded, now=1.0, tokens=4, left=20, answer={**book, "outcome": outcome, "rule": rule})
+        return driver, [group_driver.row_of(seat.on(rollout.MemberEnded, now=2.0, score=1.0), driver) for seat in seats]
+
+    return asyncio.run(run())
+
+
+def test_a_group_that_is_over_leaves_one_row_and_status_prints_it(tmp_path, monkeypatch, capsys):
+    driver, rows = worker_run(tmp_path, monkeypatch)
+    assert [row["decisions"] for row in rows] == [{"segments/resubmitted": 1, "loops/pruned": 1}] * 2
+    (written,) = [row for row in records.read(str(tmp_path), "decisions") if row["process"] == "agent-loop-worker"]
+    assert written["counts"] == dict(driver.decisions)
+    driver._note()  # nothing has changed
+    assert len(records.read(str(tmp_path), "decisions")) == 2
+    (tmp_path / "hooks.json").write_text("[]")
+    assert cli.main(["status", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert next(line for line in said if line.startswith("segments")).split()[-2:] == ["on", "1"]
+    assert next(line for line in said if line.startswith("keep")).split() == ["keep", "off", "(sync.requests=keep)"]
+    assert cli.main(["status", str(tmp_path), "--json"]) == 0
+    modules = {row["module"]: row for row in json.loads(capsys.readouterr().out)["modules"]}
+    assert modules["loops"] == {"module": "loops", "switch": "prune.repetition.enable", "on": True, "decided": 1,
+                                "reason": ""}
+    assert decided.said(decided.of_directory(str(tmp_path))) == "segments 1, loops 1"
+
+
+def test_another_run_in_the_same_directory_is_not_counted_and_restarts_are(tmp_path, monkeypatch):
+    for run, restart in (("old", 0), ("new", 0), ("new", 1)):
+        monkeypatch.setenv(records.ENV_RUN_ID, run)
+        monkeypatch.setenv(records.ENV_RESTART, str(restart))
+        monkeypatch.setattr(decision_counts, "_written", {})
+        worker_run(tmp_path, monkeypatch)
+    assert decided.said(decided.of_directory(str(tmp_path))) == "segments 2, loops 2"
+
+
+@pytest.mark.parametrize("segment, expected", [
+    (json.dumps({"enable": True, "sync": {"requests": "keep"}}), {"keep"}), (None, None),
+    (json.dumps({"prune": {"hopeless": {"enable": True}}}), None)])
+def test_a_run_of_an_older_release_has_nothing_recorded(tmp_path, capsys, segment, expected):
+    (tmp_path / "hooks.json").write_text(json.dumps([{"process": "driver", "host": "h", "pid": 1, "hooks": [],
+                                                      "segment": segment}]))
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert "not recorded" in capsys.readouterr().out
+    rows = decided.of_directory(str(tmp_path), json.loads((tmp_path / "hooks.json").read_text()))
+    assert {row.module for row in rows if row.on} == (expected or set())
+    assert all(row.decided is None and row.reason == "not recorded" for row in rows)
+
+
+def test_the_trainer_hears_of_workers_by_their_rows_and_once_a_version(tmp_path, monkeypatch):
+    _, rows = worker_run(tmp_path, monkeypatch)
+    monkeypatch.setenv(config.ENV_FACTS, json.dumps({"batches_per_version": 2}))
+    assert decision_counts.of_trainer(rows[:1]) == {}  # the first of two batches
+    assert decision_counts.of_trainer(rows) == {"esgrpo/decisions/segments": 1.0, "esgrpo/decisions/loops": 1.0}
+    assert decision_counts.of_trainer(rows) == {}
+    assert decision_counts.of_trainer(rows) == {"esgrpo/decisions/segments": 0.0, "esgrpo/decisions/loops": 0.0}
+    assert decision_counts.of_trainer([{"tokens": 1}]) == {}  # not made by this overlay's workers
+
+
+def test_one_process_under_v1_reports_for_all(monkeypatch):
+    monkeypatch.setenv(config.ENV_SEGMENT, json.dumps({"profile": "elastic"}))
+    decision_counts.add("routing", inversions=4)
+    decision_counts.add_windows([{"kept": 3, "outcomes": {}}])
+    found = decision_counts.of_v1(SimpleNamespace(), [])
+    assert found == {f"esgrpo/decisions/{name}": number for name, number in (
+        ("routing", 4.0), ("loops", 0.0), ("sampler", 0.0), ("keep", 3.0), ("token_outputs", 0.0))}
+    assert set(decision_counts.of_rollouter(SimpleNamespace())) == {
+        f"esgrpo/decisions/{name}" for name in ("routing", "sampler", "keep", "token_outputs")}
+
+
+def test_the_table_of_a_comparison_has_the_row():
+    known = {"name": "a", "evaluations": [], "lengths": [], "states": {}, "balance": Counter(), "bubble": Counter(),
+             "target": 0.6, "seconds": 1.0, "decoded": 0, "effective_per_s": 0.0, "tail_ratio": 1.0,
+             "decided": "keep 4"}
+    result = SimpleNamespace(**{**dict.fromkeys(compare.Result.__dataclass_fields__), **known})
+    assert ["what each module decided", "keep 4"] in compare.table([result])
+
+
+def test_rows_that_come_twice_or_late_change_nothing():
+    row = {"process": "agent-loop-worker", "node": "n", "pid": 1, "restart": 0}
+    late = [{**row, "counts": {"keep/kept": 5}, "audit": {"resolved": REPORT}}, {**row, "counts": {"keep/kept": 2}}]
+    assert of_rows(late) == ({"keep/kept": 5}, {"resolved": REPORT})
