@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from esgrpo import config, fingerprint  # noqa: E402
-from esgrpo.algo import accounting, segments  # noqa: E402
+from esgrpo.algo import accounting, segments, terms  # noqa: E402
 from esgrpo.hooks.vllm import logprob_sums, mixin_sources, segment_mixin  # noqa: E402
 
 # what the code calls an object -> the class that is fingerprinted; several where functions use the name for several
@@ -34,7 +34,7 @@ ELSEWHERE = {"async_tokens_to_discard", "discard_latest_async_tokens", "num_stal
              "cu_num_generated_tokens"}
 # objects that are not vLLM's: ours, the standard library's, numpy's, and plain values in vLLM's fields
 OURS = (segments.SegmentBook, accounting.Occupancy, logprob_sums.LogprobSums, config.Segment, np, np.ndarray, os, dict,
-        list, str, set, deque, Counter)
+        terms.Outcome, list, str, set, deque, Counter)
 
 
 def name_of(node: ast.AST) -> str:

@@ -47,18 +47,17 @@ def test_a_directory_that_cannot_be_written_to_does_not_stop_a_start(run_dir, ca
 
 def test_a_response_says_its_run_and_its_prompt(run_dir, monkeypatch):
     """The key of a group's prompt is that of the history, and is computed once a group."""
-    from types import SimpleNamespace
-
-    from esgrpo.algo import history
-    from esgrpo.hooks.verl import attempts, group_members
+    from esgrpo.algo import history, rollout
+    from esgrpo.hooks.verl import group_driver
 
     start(run_dir)
-    worker, seen, key = SimpleNamespace(), [], history.prompt_key
+    monkeypatch.delenv("ESGRPO_SEGMENT", raising=False)
+    seen, key, raw = [], history.prompt_key, [{"role": "user", "content": "1 + 1"}]
     monkeypatch.setattr(history, "prompt_key", lambda raw: (seen.append(raw), key(raw))[1])
-    raw = [{"role": "user", "content": "1 + 1"}]
-    keys = {group_members.prompt_of(worker, group, raw) for group in ("a", "a", "b")}
-    assert keys == {key(raw)} and len(seen) == 2 and group_members.prompt_of(worker, "c", None) is None
-    found = attempts.Member("a", 1, prompt=key(raw)).summary()
+    driver = group_driver.Driver(0, 8)
+    seats = [group_driver.join(driver, group, 2, prompt=driver.prompt(group, raw)) for group in ("a", "a", "b")]
+    assert len(seen) == 2 and driver.prompt("c", None) is None
+    found = group_driver.row_of(seats[1].on(rollout.MemberEnded, now=0.0))
     assert {name: found[name] for name in ("run", "restart", "prompt", "group", "member")} == {
         "run": os.environ[records.ENV_RUN_ID], "restart": 0, "prompt": key(raw), "group": "a", "member": 1}
 
