@@ -142,7 +142,7 @@ CONTRADICTIONS = {
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096": (
         "warning", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
     "actor_rollout_ref.rollout.n=1": ("warning", "actor_rollout_ref.rollout.n"),
-    "+actor_rollout_ref.rollout.segment.sync.kv=rebuild": ("warning", "actor_rollout_ref.rollout.segment.sync.kv"),
+    "+actor_rollout_ref.rollout.segment.sync.kv=rebuild": ("error", "actor_rollout_ref.rollout.segment.sync.kv"),
     "actor_rollout_ref.actor.policy_loss.loss_mode=pois actor_rollout_ref.actor.ppo_epochs=2": (
         "error", "actor_rollout_ref.actor.ppo_epochs"),
 }

@@ -75,7 +75,7 @@ def test_soft_boundaries_prune_the_loop_and_interrupt_nobody(answers):
     assert outcomes(answer) == [("finish", "")] * 2 + [("prune", "repetition"), ("finish", "")]
     assert [row["mask"] for row in answer["rows"]] == [6, BUDGET, 0, 10] and len(answer["submitted"]) == 4
     assert "is_cancel" in answer["columns"] and "esgrpo_member" not in answer["columns"]
-    assert [row["esgrpo"]["spans"] for row in answer["rows"]] == [[[3, n]] for n in (6, BUDGET, 8, 10)]
+    assert [row["esgrpo"]["spans"] for row in answer["rows"]] == [[[3, n]] for n in (6, BUDGET, 12, 10)]
 
 
 def test_a_yield_is_submitted_again_with_the_remaining_budget(answers):

@@ -117,11 +117,6 @@ def syncs(c: Config) -> Iterator[Found]:
         if not c.v1 or (mode and key.split(".")[2] != mode):
             yield (WARNING, key, f"never takes effect with trainer.use_v1={c.get('trainer.use_v1')} and "
                    f"trainer.v1.trainer_mode={mode}", f"set trainer.v1.trainer_mode={key.split('.')[2]} or drop it")
-    segment = f"{ROLLOUT}.segment.sync"
-    if f"{segment}.kv" in c.given and c.get(f"{segment}.requests", "abort") == "abort" \
-            and c.get(f"{ROLLOUT}.segment.profile") != "elastic":
-        yield (WARNING, f"{segment}.kv", "never takes effect with sync.requests=abort: no request keeps a KV cache",
-               f"set +{segment}.requests=keep or drop it")
 
 
 def model_parallel(c: Config) -> int | None:
