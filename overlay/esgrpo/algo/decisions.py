@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from esgrpo.algo.pruning import ENOUGH, RESOLVED
+from esgrpo.algo.terms import Rule
 from esgrpo.config import Segment
 
 ROUTING, SEGMENTS, LOOPS, PRUNING, REPLACED = "routing", "segments", "loops", "pruning", "replaced"
@@ -107,7 +107,7 @@ def _why_pruning(run: Run) -> str:
     exempted = run.count("pruning/exempted")
     if not exempted:
         return "no candidate: no group was as good as decided while members ran"
-    found = [run.audit[rule] for rule in (RESOLVED, ENOUGH) if rule in run.audit]
+    found = [run.audit[rule] for rule in (Rule.RESOLVED, Rule.ENOUGH) if rule in run.audit]
     short = [report for report in found if report["outcomes"] < report["needed"]]
     if short:
         most = max(short, key=lambda report: report["outcomes"])
