@@ -57,7 +57,7 @@ def test_a_response_says_its_run_and_its_prompt(run_dir, monkeypatch):
     driver = group_driver.Driver(0, 8)
     seats = [group_driver.join(driver, group, 2, prompt=driver.prompt(group, raw)) for group in ("a", "a", "b")]
     assert len(seen) == 2 and driver.prompt("c", None) is None
-    found = group_driver.row_of(seats[1].on(rollout.MemberEnded, now=0.0))
+    found = group_driver.row_of(seats[1].on(rollout.MemberEnded, now=0.0), driver)
     assert {name: found[name] for name in ("run", "restart", "prompt", "group", "member")} == {
         "run": os.environ[records.ENV_RUN_ID], "restart": 0, "prompt": key(raw), "group": "a", "member": 1}
 

@@ -224,3 +224,33 @@ def test_rows_that_come_twice_or_late_change_nothing():
     row = {"process": "agent-loop-worker", "node": "n", "pid": 1, "restart": 0}
     late = [{**row, "counts": {"keep/kept": 5}, "audit": {"resolved": REPORT}}, {**row, "counts": {"keep/kept": 2}}]
     assert of_rows(late) == ({"keep/kept": 5}, {"resolved": REPORT})
+
+
+def test_the_driver_names_the_trainer_and_its_batches():
+    omegaconf = pytest.importorskip("omegaconf")
+    from esgrpo.hooks.verl.driver_start import _trainer
+
+    def facts(**config):
+        return tuple(_trainer(omegaconf.OmegaConf.create({"trainer": {}, **config})).values())
+
+    assert facts(async_training={"trigger_parameter_sync_step": 4}) == ("fully_async", 4)
+    assert facts(async_training={"trigger_parameter_sync_step": 4, "compute_prox_log_prob": False}) == (
+        decisions.RECIPE, 4)
+    assert facts(trainer={"use_v1": True, "v1": {"trainer_mode": "colocate_async"}}) == ("colocate_async", 1)
+
+
+def test_a_window_takes_along_what_its_server_counted(monkeypatch):
+    from esgrpo.hooks.verl import server_control, server_version
+
+    async def engine_call(server, name, version):
+        return [{"version": version}]
+
+    async def original(self):
+        self.global_steps = 3
+
+    monkeypatch.setattr(server_control, "engine_call", engine_call)
+    server = SimpleNamespace()
+    token_outputs.count(server, True)
+    for _ in range(2):
+        asyncio.run(server_version.build(original)(server))
+    assert server.esgrpo_windows == [{"version": 3, "token_outputs": {"responses": 1, "with_text": 0}}, {"version": 3}]
