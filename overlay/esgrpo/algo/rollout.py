@@ -29,8 +29,7 @@ from esgrpo import config
 from esgrpo.algo.elastic import Segments, next_segments, remaining_tokens
 from esgrpo.algo.group_pruning import Decided, Finished, GroupPruner
 from esgrpo.algo.pruning import is_correct
-from esgrpo.algo.segments import REPETITION
-from esgrpo.algo.terms import LengthClass, Outcome
+from esgrpo.algo.terms import LengthClass, Outcome, Rule
 
 SCHEMA = 2  # of ResponseRecord; rows without the key are of 1, which had no `schema`
 
@@ -414,7 +413,7 @@ class GroupRun:
     def _attempt_ended(self, response: Response, event: AttemptEnded) -> list[Action]:
         self.where.pop(event.member, None)
         versions = response.attempt_ended(event)
-        loop = response.rule == REPETITION
+        loop = response.rule == Rule.REPETITION
         if response.outcome == Outcome.PRUNE and loop and not response.doomed:
             self.rules.decisions["loops/pruned"] += 1  # by the engine, without an audit
         if response.outcome == Outcome.YIELD:
@@ -445,7 +444,7 @@ class GroupRun:
         verdict = decided.verdict
         response.decision = {"rule": verdict.rule, "prune": verdict.prune, "keep_probability": decided.keep_probability,
                              "reason": verdict.reason, "tokens": decided.tokens, "pivot": decided.pivot}
-        module = "loops" if verdict.rule == REPETITION else "pruning"
+        module = "loops" if verdict.rule == Rule.REPETITION else "pruning"
         self.rules.decisions[f"{module}/{'pruned' if verdict.prune else 'exempted'}"] += 1
 
     # endings
