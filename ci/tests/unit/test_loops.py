@@ -15,7 +15,8 @@ from ci.tests.property.rollout_fakes import ended, new_driver, seat_of
 from esgrpo import config
 from esgrpo.algo import audit
 from esgrpo.algo.group_pruning import Finished, GroupPruner
-from esgrpo.algo.segments import PRUNE, REPETITION, YIELD, SegmentBook
+from esgrpo.algo.segments import PRUNE, YIELD, SegmentBook
+from esgrpo.algo.terms import Rule
 from esgrpo.config import Repetition
 from esgrpo.hooks.verl import client_attempts, config_rules
 
@@ -144,7 +145,7 @@ def test_an_audited_loop_is_handed_back_and_an_exempted_one_is_not_looked_at():
             for key in book.advance():
                 decision = book.look(key, [7] * count, (0.0, count))
                 if decision.outcome != "continue":
-                    assert decision.rule == REPETITION
+                    assert decision.rule == Rule.REPETITION
                     seen.add(decision.outcome)
         assert seen == expected
 
@@ -177,7 +178,7 @@ def test_a_proven_loop_gets_a_coin_from_the_first_one_on():
     exempted = sum(item.verdict.exempt for item in decided)
     assert {item.verdict.pi for item in decided} == {0.25} and {item.verdict.reason for item in decided} == {"coin"}
     assert 70 < exempted < 130
-    assert groups.audit.evidence(REPETITION) == (0, exempted)
+    assert groups.audit.evidence(Rule.REPETITION) == (0, exempted)
 
 
 def test_loops_that_end_by_themselves_stop_the_rule():
@@ -186,13 +187,13 @@ def test_loops_that_end_by_themselves_stop_the_rule():
     pruned = [item is not None and item.verdict.prune for item in decided]
     first = pruned.index(False)
     assert not any(pruned[first:]), "a loop was pruned after an exempted one had ended by itself"
-    false, all_ = groups.audit.evidence(REPETITION)
-    assert false == all_ > 0 or groups.audit.scale(REPETITION) < 1
+    false, all_ = groups.audit.evidence(Rule.REPETITION)
+    assert false == all_ > 0 or groups.audit.scale(Rule.REPETITION) < 1
 
 
 def test_a_tightened_rule_asks_for_more_certainty():
     groups = pruner()
-    groups.audit._scales[REPETITION] = 0.5
+    groups.audit._scales[Rule.REPETITION] = 0.5
     groups.watch("g", 8, None)
     limit = groups.prune.repetition.max_surprisal
     assert groups.loop("g", 0, 300, 0.6 * limit) is None
@@ -234,9 +235,9 @@ class Server:
         self.asked.append(fields)
         held = not fields.get("exempt")
         count = 300 if held else sampling_params["max_tokens"]
-        payload = {"outcome": YIELD if held else "finish", "rule": REPETITION if held else "", "spans": [[0, count]],
-                   "boundaries": 0, "logprob_sum": 0.0, "replica": "0", "arrived": 0.0, "surprisal": 0.001,
-                   "marks": [[fields["done_before"], 0.0, -count]]}
+        payload = {"outcome": YIELD if held else "finish", "rule": Rule.REPETITION if held else "",
+                   "spans": [[0, count]], "boundaries": 0, "logprob_sum": 0.0, "replica": "0", "arrived": 0.0,
+                   "surprisal": 0.001, "marks": [[fields["done_before"], 0.0, -count]]}
         return SimpleNamespace(token_ids=[7] * count, log_probs=[0.0] * count, routed_experts=None, num_preempted=0,
                                stop_reason="completed", extra_fields={"kv_transfer_params": {"esgrpo": payload}})
 
@@ -267,14 +268,14 @@ def test_the_coin_decides_whether_a_handed_back_loop_ends_or_runs_to_its_end(mon
     for seed in range(12):
         output, summary, decisions, server = generate(monkeypatch, keep_row, seed)
         assert +decisions == {"loops/exempted" if summary["exempted"] else "loops/pruned": 1}  # and nobody was moved
-        assert summary["candidate"] and summary["candidate_rule"] == REPETITION
+        assert summary["candidate"] and summary["candidate_rule"] == Rule.REPETITION
         assert summary["tokens_at_decision"] == 300
         assert summary["keep_probability"] == (1.0 if keep_row else 0.5)
         if summary["exempted"]:
             assert (summary["outcome"], len(output.token_ids), output.stop_reason) == ("finish", 1000, "completed")
             assert [fields.get("exempt", False) for fields in server.asked] == [False, True]
         else:
-            assert (summary["outcome"], summary["rule"], len(output.token_ids)) == ("prune", REPETITION, 300)
+            assert (summary["outcome"], summary["rule"], len(output.token_ids)) == ("prune", Rule.REPETITION, 300)
             assert output.stop_reason == "pruned" and len(server.asked) == 1
         seen.add(summary["exempted"])
     assert seen == {True, False}

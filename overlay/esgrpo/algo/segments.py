@@ -17,7 +17,6 @@ from esgrpo.config import Repetition, Segment
 
 CONTINUE, PRUNE, YIELD = "continue", Outcome.PRUNE, Outcome.YIELD
 SHORT, BODY, TAIL = map(str, LengthClass)
-REPETITION = Rule.REPETITION  # the rule for loops
 ASKED_GROUPS_KEPT = 4096  # a finish may overtake the attempt that it is for; groups are short-lived
 GROUP_LENGTHS_KEPT = 4096  # a group may be between two attempts when it is told its segment length
 UNKNOWN_VERSION = -1  # tokens made before the first weight sync told the engine its version
@@ -106,7 +105,7 @@ class Decision:
 
 
 # Made once: a look takes a few microseconds, and making a frozen dataclass is one of them.
-GO_ON, LOOP, HELD_LOOP = Decision(CONTINUE), Decision(PRUNE, REPETITION), Decision(YIELD, REPETITION)
+GO_ON, LOOP, HELD_LOOP = Decision(CONTINUE), Decision(PRUNE, Rule.REPETITION), Decision(YIELD, Rule.REPETITION)
 BOUNDARY, MOVE = Decision(YIELD, Rule.BOUNDARY), Decision(YIELD, Rule.MOVE)
 
 
