@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -136,14 +137,15 @@ def test_when_the_feed_is_over_a_group_is_put_like_any_other(rollouter_class):
     assert made.staleness_samples == len(made.queue.samples)
 
 
-def test_metrics_of_a_weight_version(rollouter_class):
-    from esgrpo.hooks.verl import prune_metrics
+def test_metrics_of_a_weight_version(rollouter_class, monkeypatch):
+    from esgrpo.hooks.verl import decision_counts, prune_metrics
 
+    monkeypatch.setattr(decision_counts, "counts", Counter())
     made = rollouter(rollouter_class, [PLAIN, NULL, NULL, PLAIN])
     assert prune_metrics.take(made) == {}
     asyncio.run(run(made, both(rollouter_class)[1]))
     values = prune_metrics.take(made)
-    assert values["esgrpo/prune/replaced_groups"] == 2
+    assert values["esgrpo/prune/replaced_groups"] == decision_counts.counts["replaced/groups"] == 2
     assert values["esgrpo/waste/zero_variance_replaced"] == 2 * 3 * 10  # not the pruned rows: they count as pruned
     assert (values["esgrpo/prune/candidates"], values["esgrpo/prune/exempted"]) == (4, 2)
     assert values["esgrpo/prune/tokens_saved"] == 2 * (1 / 0.5 - 1) * (10 - 4)

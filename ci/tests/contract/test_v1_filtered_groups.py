@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 pytest.importorskip("verl")
@@ -12,7 +14,7 @@ import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import put  # noqa: E402
 from esgrpo import config  # noqa: E402
-from esgrpo.hooks.verl import v1_filtered_groups  # noqa: E402
+from esgrpo.hooks.verl import decision_counts, v1_filtered_groups  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PRUNE = {"repetition": {"enable": True}, "resolved": {"enable": True}, "audit": {"enable": True}}
@@ -122,13 +124,22 @@ def test_without_the_filter_what_the_resolved_rule_ended_is_replaced(queue, buff
     assert buffer.refills == [1] and len(written["replaced"]) == 1
 
 
-def test_a_replaced_group_is_counted_once(queue, buffer_of, written):
+def test_a_replaced_group_is_counted_once(queue, buffer_of, written, monkeypatch):
+    monkeypatch.setattr(decision_counts, "counts", Counter())
     groups(queue)
     buffer = buffer_of(hooked=True, metric=None)
     assert buffer.get_sampleable_count(2, "train") == 5 and evicted(buffer) == {"right"}  # judged, and judged again
     noted = buffer.esgrpo_noted
     assert (noted["replaced"], noted["tokens"], len(noted["rows"])) == (1, 2 + 3, 3)  # less the pruned row
-    assert len(written["replaced"]) == 1
+    assert len(written["replaced"]) == 1 and decision_counts.counts == {"replaced/groups": 1}
+
+
+def test_what_the_filter_evicts_because_of_pruning_is_counted_once(queue, buffer_of, monkeypatch):
+    monkeypatch.setattr(decision_counts, "counts", Counter())
+    groups(queue)
+    buffer = buffer_of(hooked=True)
+    assert evicted(buffer) == evicted(buffer) == {"equal", "right", "loop"}
+    assert decision_counts.counts == {"replaced/groups": 2}  # "equal" is verl's own
 
 
 def test_its_end_is_recorded_once(queue, buffer_of, written, monkeypatch):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from ci.tests.contract import prompt_owners as owners
+from esgrpo.hooks.verl import decision_counts
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
@@ -106,7 +108,10 @@ def submitted(patch, mode: str, step: int, hook: bool = True) -> tuple[list, lis
 
 @pytest.mark.parametrize("step", [4, 5])
 def test_a_synchronous_step_is_submitted_longest_first(prepared, step):
+    prepared.setattr(decision_counts, "counts", Counter())
     order, uids = submitted(prepared, "sync", step)
+    assert decision_counts.counts == {"routing/pops": 6, "routing/choices": 5, "routing/known": 6,
+                                      "routing/inversions": 4}
     assert order == [[2, 0, 3], [4, 5, 1]]  # 30 and 20 first, then 9 and 5, then 4 and 2
     assert sorted(uids) == [f"uid-{number}" for number in range(PROMPTS)]
 

@@ -65,7 +65,7 @@ def row_of(module: str, settings: dict, counts: dict = {}, **facts) -> decisions
     ("pruning", GROUPS, {"pruning/exempted": 99}, {"audit": {"resolved": REPORT}}, "let all 99 candidates run"),
     ("replaced", GROUPS, {}, {}, "nothing was pruned"),
     ("replaced", GROUPS, {"pruning/pruned": 4}, {}, "each pruned group kept a gradient"),
-    ("replaced", GROUPS, {"pruning/pruned": 4}, {"trainer": "sync"}, "trainer_mode=sync submits no other prompt"),
+    ("replaced", GROUPS, {"pruning/pruned": 4}, {"trainer": "sync"}, "trainer_mode=sync submits another prompt"),
     ("elastic", ELASTIC, {}, {"replicas": 4}, "soft boundaries and no tail replicas: nobody is handed back"),
     ("elastic", {**TAILS, **ELASTIC}, {}, {"replicas": 1}, "one replica"),
     ("elastic", {**ELASTIC, "boundary": "yield"}, {}, {}, "no group was told another length"),

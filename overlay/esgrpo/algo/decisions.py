@@ -129,10 +129,10 @@ def _why_loops(run: Run) -> str:
 
 
 def _why_replaced(run: Run) -> str:
-    if run.trainer == SYNC:
-        return "trainer_mode=sync submits no other prompt in a group's place"
     if not run.count("pruning/pruned"):
         return "nothing was pruned"
+    if run.trainer == SYNC:
+        return "trainer_mode=sync submits another prompt in a group's place only with algorithm.filter_groups"
     return "each pruned group kept a gradient, or there was no further prompt"
 
 

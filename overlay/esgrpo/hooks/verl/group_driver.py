@@ -231,7 +231,7 @@ def reward_of(output) -> tuple:
 
 def row_of(action: rollout.Record, driver: Driver) -> dict:
     """The record with what identifies this process and run, and what it has decided so far: the trainer counts that."""
-    return {**records.identity(), "records_dropped": records.dropped(), "decisions": dict(driver.decisions),
+    return {**records.identity(), "records_dropped": records.dropped(), "decisions": dict(+driver.decisions),
             **action.record.row()}
 
 

@@ -56,10 +56,13 @@ def without_gradient(buffer, partition: str) -> dict[str, float]:
 
     verl's cache of verdicts is told, so that its next look counts them itself.
     """
+    from esgrpo.hooks.verl import decision_counts
+
     passed = {uid for uid, verdict in buffer._dapo_classification_cache.get(partition, {}).items() if verdict is None}
     new = passed - getattr(buffer, "esgrpo_filter_judged", set())
     buffer.esgrpo_filter_judged = passed
     found = _judge(buffer, partition, new) if new else {}
+    decision_counts.add("replaced", groups=len(found))
     buffer._dapo_classification_cache[partition].update(found)
     return found
 
