@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from esgrpo import config
-from esgrpo.algo import rollout
+from esgrpo.algo import rollout, rollout_events
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.terms import Outcome
@@ -260,7 +260,7 @@ class Life(RuleBasedStateMachine):
     def check(self, key, record):
         member = self.members[key]
         row = record.row()
-        assert (row["group"], row["member"], row["schema"]) == (*key, rollout.SCHEMA)
+        assert (row["group"], row["member"], row["schema"]) == (*key, rollout_events.SCHEMA)
         assert row["tokens"] == len(member.stamps) == sum(tokens for *_, tokens in row["places"])
         assert [version for version, tokens in row["spans"] for _ in range(tokens)] == member.stamps
         assert row["attempts"] == len(row["places"])
