@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from esgrpo.algo import decisions
 
 NAMES = sorted({name for module in decisions.MODULES for name in module.counted} | {"late", "pruning/exempted"})
-PROCESSES = st.tuples(st.sampled_from(["rollouter", "agent-loop-worker"]), st.integers(1, 2), st.integers(0, 1))
+PROCESSES = st.sampled_from([("agent-loop-worker", 1, 0), ("agent-loop-worker", 1, 1), ("rollouter", 2, 0)])
 STEPS = st.lists(st.one_of(
     st.tuples(st.just("decide"), PROCESSES, st.sampled_from(NAMES), st.integers(1, 5)),
-    st.tuples(st.just("write"), PROCESSES, st.booleans(), st.integers(1, 3))), max_size=60)
+    st.tuples(st.just("write"), PROCESSES, st.booleans(), st.integers(1, 3))), min_size=8, max_size=60)
 
 
 @given(steps=STEPS, data=st.data())
