@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from esgrpo import cli
+from esgrpo import cli, config
 from esgrpo.algo import accounting, calibration, carry_over, decisions, prompt_sampling, routing
 from esgrpo.explain import report
+from esgrpo.hooks.verl import trained_rows
 
 OVERLAY = Path(report.__file__).resolve().parents[1]
 FIELDS = {"means", "formula", "where", "healthy", "change"}
@@ -35,7 +36,11 @@ def emitted() -> set[str]:
                 text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
             if re.fullmatch(r"esgrpo/[\w/{}]*[\w}]", text):
                 found.add(text)
-    return found
+    row = {"spans": [], "started": 0, "ended": 1, "pruned": False, "trained": True, "gradient": True, "tokens": 1,
+           "reprefill": 0, "attempts": 1, "boundaries": 0}
+    of_batches = set(accounting.batch_metrics([row], 1, 1)) | {
+        key for key in keys_of(trained_rows, "metrics") if "/" in key}  # these are put together from the prefix alone
+    return found - {"esgrpo/{}"} | {f"esgrpo/{name}" for name in of_batches}
 
 
 def test_every_name_in_the_source_is_explained():
