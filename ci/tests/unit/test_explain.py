@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from esgrpo import cli, config
+from esgrpo import cli
 from esgrpo.algo import accounting, calibration, carry_over, decisions, prompt_sampling, routing
 from esgrpo.explain import report
 from esgrpo.hooks.verl import trained_rows
