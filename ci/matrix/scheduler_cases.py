@@ -13,7 +13,7 @@ from ci.matrix.scheduler_player import LOOP, TOLERANCE, expect
 
 YIELD = {"enable": True, "segment_length": 16, "boundary": "yield"}
 # the scripted model gives its tokens a surprisal of up to 0.7
-SHORT_LOOPS = {"enable": True, "min_span": 32, "max_pattern_size": 4, "max_surprisal": 1.0}
+SHORT_LOOPS = {"enable": True, "min_span": 32, "max_pattern_size": 4, "max_surprisal": 1.0, "check_interval": 32}
 PRUNE = {"enable": True, "prune": {"repetition": SHORT_LOOPS}}
 DOUBT = {"enable": True, "prune": {"repetition": {**SHORT_LOOPS, "max_surprisal": 0.01}}}
 QUIET = {"enable": True, "segment_length": 8}

@@ -18,7 +18,8 @@ OVERLAY = HERE.parents[2] / "overlay"
 SEGMENT = {
     "bare": None,  # vLLM alone
     "quiet": {"enable": True, "segment_length": 16},
-    "prune": {"enable": True, "prune": {"repetition": {"enable": True, "min_span": 32, "max_pattern_size": 8}}},
+    "prune": {"enable": True, "prune": {"repetition": {
+        "enable": True, "min_span": 32, "max_pattern_size": 8, "check_interval": 32}}},
     "yield": {"enable": True, "segment_length": 16, "boundary": "yield"},
     "off": {},  # the overlay is loaded and every feature is off
     "elastic": {"profile": "elastic", "segment_length": 16},
