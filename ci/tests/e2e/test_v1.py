@@ -145,7 +145,9 @@ def test_separate_async_logs_what_it_did(separate):
     assert all("esgrpo/bubble_rate" in row and "esgrpo/prune/rate" in row for row in updates)
     assert any("esgrpo/length_bias/enough" in row and "esgrpo/prune/false_rate_bound" in row for row in updates)
     assert {row["esgrpo/pois/optimizer_steps_per_version"] for row in updates} == {OPTIMISER_STEPS}
-    assert max(row["esgrpo/version_span/max"] for row in updates) > 1
+    # how many live through a sync depends on the machine; what the metric says is what the rows say
+    longest = max(len(row["spans"]) for row in read(str(separate), "trained"))
+    assert max(row["esgrpo/version_span/max"] for row in updates) == longest
 
 
 @pytest.mark.long

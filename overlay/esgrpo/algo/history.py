@@ -242,8 +242,8 @@ class PromptHistory:
             for key, row in state["prompts"].items():
                 weight, mean, squares, correct, wrong = map(float, row[:-1])
                 entry = Entry(Moments(weight, mean, squares), correct, wrong, int(row[-1]))
-                if not (entry.lengths.plausible and 0 <= entry.seen <= history._clock
-                        and max(weight, correct, wrong) <= MOST_RESPONSES and min(correct, wrong) >= 0):
+                counts_fit = all(0 <= count <= MOST_RESPONSES for count in (weight, correct, wrong))  # nan does not
+                if not (entry.lengths.plausible and 0 <= entry.seen <= history._clock and counts_fit):
                     raise ValueError(f"prompt {key}: {row}")
                 history._prompts[str(key)] = entry
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
