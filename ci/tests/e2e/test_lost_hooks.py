@@ -41,6 +41,7 @@ def start(tmp_path: Path, slug: str, *, prompts: int = 16, **variables: str) -> 
     (site / "sitecustomize.py").write_text(SITECUSTOMIZE)
     path = os.pathsep.join(map(str, (ROOT / "overlay", site, ROOT)))
     settings = [f"{SEGMENT}.{value}" for value in ("enable=True", "segment_length=64", "prune.repetition.enable=True")]
+    settings.append("actor_rollout_ref.actor.policy_loss.loss_mode=pois")  # an actor worker has a hook with it
     try:
         arm.run("lost", overrides(tmp_path, run_dir, *settings, prompts=prompts), run_dir, ROOT / "overlay",
                 environment={"PYTHONPATH": path, "TEST_LOST_HOOK": slug, **variables})
