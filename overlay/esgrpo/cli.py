@@ -7,6 +7,7 @@ import json
 import os
 import sys
 
+from esgrpo import language
 from esgrpo.errors import EsgrpoError
 
 OVERLAY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -266,13 +267,20 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", metavar="FILE.html", help="default: DIR/report.html; Markdown lies beside it")
     sub.add_argument("--trace", metavar="FILE.json", help="instead: requests on replicas, for Perfetto")
     sub.set_defaults(function=report)
+    for name in ("doctor", "lint", "explain", "drift"):
+        commands.choices[name].add_argument("--lang", choices=language.LANGUAGES,
+                                            help="language of the answer; default: Chinese where the locale is "
+                                                 "(LC_ALL, LC_MESSAGES, LANG), else English")
     return top
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale without Chinese characters must not end a command
     try:
-        code = arguments.function(arguments)
+        with language.speaking(language.asked(getattr(arguments, "lang", None), os.environ)):
+            code = arguments.function(arguments)
         sys.stdout.flush()  # here, where a closed pipe is caught
         return code
     except EsgrpoError as error:
