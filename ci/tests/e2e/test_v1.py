@@ -22,8 +22,11 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 GROUP_SIZE, RESPONSE_LENGTH, STEPS = 4, 384, 4
 FEW_SLOTS = 16  # of the engine: fewer than responses in flight, so that groups are unfinished at every weight sync
 THRESHOLD = 3  # weight versions that a trained group may span
-FINISH_AFTER = 2
+FINISH_AFTER = 3
 OPTIMISER_STEPS = 2  # per weight version of the separate_async run
+# The engine shall be the slower one on any machine, so that a weight sync always finds responses running: a group at a
+# time in the engine, and two batches of prompts in flight before the first step.
+ONE_GROUP, IN_FLIGHT = GROUP_SIZE, 2.0
 POIS = "actor_rollout_ref.actor.policy_loss.loss_mode=pois"
 LOG_KL = "esgrpo/pois/log_kl_rollout_current"
 
@@ -45,7 +48,7 @@ def run_v1(mode: str, tmp_path: Path, *extra: str, **options) -> Path:
     make_data.write("search", 3, {"train": 256, "val": 16}, data)
     overrides = stack.v1(mode, str(testbed / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
                              str(testbed / "reward.py"), str(run_dir), response_length=RESPONSE_LENGTH,
-                             group_size=GROUP_SIZE, max_num_seqs=FEW_SLOTS, **options)
+                             group_size=GROUP_SIZE, **options)
     arm.run(mode, [*overrides, 'trainer.logger=["console","file"]', POIS, *extra], run_dir, ROOT / "overlay",
             main=stack.MAIN_PPO)
     return run_dir
@@ -58,7 +61,7 @@ def separate(tmp_path_factory) -> Path:
                   f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
                   *SHORT_LOOPS,
                   *stragglers(FINISH_AFTER), mini_batch=4, sync_every=OPTIMISER_STEPS,
-                  steps=STEPS, warmup=1.0, off_policy=THRESHOLD)
+                  steps=STEPS, warmup=IN_FLIGHT, off_policy=THRESHOLD, max_num_seqs=ONE_GROUP)
 
 
 STATIC = [f"{SEGMENT}.profile=static", f"{SEGMENT}.segment_length=64", "trainer.save_freq=2"]
@@ -67,7 +70,7 @@ STATIC = [f"{SEGMENT}.profile=static", f"{SEGMENT}.segment_length=64", "trainer.
 @pytest.fixture(scope="module")
 def colocate(tmp_path_factory) -> Path:
     return run_v1("colocate_async", tmp_path_factory.mktemp("colocate"), *STATIC, mini_batch=8, steps=STEPS,
-                  warmup=2.0, off_policy=THRESHOLD)
+                  warmup=2.0, off_policy=THRESHOLD, max_num_seqs=FEW_SLOTS)
 
 
 def check_hooks(run_dir: Path, *more: str) -> None:
@@ -171,7 +174,7 @@ def test_nothing_is_lost_at_checkpoint_and_restart(colocate, tmp_path):
     before, steps = read(str(colocate), "carry")[-1], STEPS + 1
     shutil.copytree(colocate, tmp_path / "run")
     run_dir = run_v1("colocate_async", tmp_path, *STATIC, "trainer.resume_mode=auto", mini_batch=8, steps=steps,
-                     warmup=2.0, off_policy=THRESHOLD)
+                     warmup=2.0, off_policy=THRESHOLD, max_num_seqs=FEW_SLOTS)
     pool = check_groups(run_dir)
     assert [step["step"] for step in pool] == list(range(1, steps + 1))
     missing = set(before["waiting"]) - set(pool[-1]["groups"]) - set(pool[-1]["waiting"])
