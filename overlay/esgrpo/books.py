@@ -38,7 +38,7 @@ def lines(found: books.Books) -> list[str]:
     epochs = [f"  epoch {one['epoch']}: {one['prompts']} prompts: "
               + counts({fate: one[fate] for fate in one if fate not in ("epoch", "prompts")}) for one in found.epochs]
     starts = [f"  start {one['restart']}: {one['in_flight']} prompts were in flight, {one['came_back']} came back, "
-              f"{one['lost']} lost, {one['missing']} missing; {one['drawn_again']} are drawn again"
+              f"{one['missing']} missing; {one['drawn_again']} are drawn again"
               for one in found.starts[1:]]
     prompts = counts(found.prompts) or "not recorded (verl 0.7.0, or an older release)"
     return [f"run {found.run or 'without id'}: {len(found.starts)} start(s)", *starts, f"  prompts: {prompts}", *epochs,

@@ -16,8 +16,8 @@ def of_directory(run_dir: str, reports: list[dict] = ()) -> list[decisions.Row]:
     where its settings are not known, or not those of this release.
     """
     rows = records.read(run_dir, "decisions")
-    begun = [row for row in rows if "settings" in row]
-    given = begun[-1]["settings"] if begun else next((json.loads(report["segment"]) for report in reports
+    begun = [row for row in rows if row.settings is not None]
+    given = begun[-1].settings if begun else next((json.loads(report["segment"]) for report in reports
                                                       if report.get("segment")), None)
     if given is None:
         return []
@@ -25,8 +25,8 @@ def of_directory(run_dir: str, reports: list[dict] = ()) -> list[decisions.Row]:
         settings = config.parse(given)
     except ConfigError:
         return []
-    facts = begun[-1]["facts"] if begun else {}
-    mine = [row for row in rows if begun and row.get("run") == begun[-1].get("run")]
+    facts = (begun[-1].facts or {}) if begun else {}
+    mine = [row for row in rows if begun and row.run == begun[-1].run]
     counts, audit = decisions.of_rows(mine)
     return decisions.table(decisions.Run(settings, counts, audit, facts.get("trainer", ""), facts.get("replicas", 1),
                                          facts.get("response_length", 0)), recorded=bool(begun))

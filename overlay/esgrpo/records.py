@@ -21,8 +21,9 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from esgrpo.algo import rows as kinds
 from esgrpo.errors import EsgrpoError
 
 ENV_RUN_DIR, ENV_RUN_ID, ENV_RESTART = "ESGRPO_RUN_DIR", "ESGRPO_RUN_ID", "ESGRPO_RESTART"
@@ -197,7 +198,7 @@ class Writer:
         lost = self.dropped - self._told
         if lost:
             with contextlib.suppress(OSError):
-                self._append_to(_path(directory, "dropped"), _line({"rows": lost}))
+                self._append_to(_path(directory, "dropped"), _line(kinds.Dropped(rows=lost)))
                 self._told += lost
 
 
@@ -230,6 +231,7 @@ def write_whole(file: str, state: object, indent: int | None = None) -> None:
         raise
 
 
+UNTOLD = {"run": "", "restart": 0, "node": "", "pid": 0}  # by rows of older releases
 NODE = re.sub(r"[^\w.-]", "_", socket.gethostname()) or "node"
 _writer = Writer()
 
@@ -254,8 +256,8 @@ def identity() -> dict:
             "pid": os.getpid()}
 
 
-def _line(row: dict) -> bytes:
-    return (json.dumps({"time": time.time(), **identity(), **row}, default=_plain) + "\n").encode()
+def _line(row: kinds.Row) -> bytes:
+    return (json.dumps({"time": time.time(), **identity(), **row.row()}, default=_plain) + "\n").encode()
 
 
 def _plain(value):
@@ -263,10 +265,10 @@ def _plain(value):
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def write(kind: str, row: dict) -> None:
-    """Queue one row for RUN_DIR/esgrpo/<kind>-<node>-<pid>.jsonl; fields of `row` win over those of `identity`.
+def write(row: kinds.Row) -> None:
+    """Queue one row for RUN_DIR/esgrpo/<kind>-<node>-<pid>.jsonl; what it says of itself wins over `identity`.
 
-    `kind` has no dash. Without a run directory nothing is written. Never raises, never waits.
+    Without a run directory nothing is written. Never raises, never waits.
     """
     directory = os.environ.get(ENV_RUN_DIR)
     if not directory:
@@ -274,9 +276,19 @@ def write(kind: str, row: dict) -> None:
     try:
         line = _line(row)
     except (TypeError, ValueError) as error:  # a key that JSON has not, or a circle
-        _writer.lose(1, f"a row of {kind}: {error}")
+        _writer.lose(1, f"a row of {row.kind}: {error}")
         return
-    _writer.append(_path(os.path.join(directory, FOLDER), kind), line)
+    _writer.append(_path(os.path.join(directory, FOLDER), row.kind), line)
+
+
+def write_told(kind: type[kinds.Row], told: Mapping) -> None:
+    """The same with what another process told, which may lack what this release knows: then it is lost and counted."""
+    try:
+        row = kind.of(told)
+    except ValueError as error:
+        _writer.lose(1, f"a row of {error}")
+        return
+    write(row)
 
 
 def save(file: str, make: Callable[[], object], indent: int | None = None) -> None:
@@ -320,15 +332,16 @@ def dropped() -> int:
     return _writer.dropped
 
 
-def read(run_dir: str, kind: str) -> list[dict]:
-    """All rows of a kind, in order of time."""
+def read(run_dir: str, kind: str) -> list[kinds.Row]:
+    """All rows of a kind (`algo.rows.KINDS`), in order of time."""
     return read_counted(run_dir, kind)[0]
 
 
-def read_counted(run_dir: str, kind: str) -> tuple[list[dict], int]:
+def read_counted(run_dir: str, kind: str) -> tuple[list[kinds.Row], int]:
     """All rows of a kind, in order of time, and the number of lines that are none: cut where a process was killed.
 
-    What this process has written itself is there. Rows of older releases have neither run nor restart nor node.
+    What this process has written itself is there. Rows of older releases have neither run nor restart nor node: they
+    are of run "", start 0.
     """
     flush()
     directory = os.path.join(run_dir, FOLDER)
@@ -338,7 +351,7 @@ def read_counted(run_dir: str, kind: str) -> tuple[list[dict], int]:
         if name.startswith(f"{kind}-") and name.endswith(".jsonl") and os.path.isfile(path):
             with open(path, encoding="utf-8", errors="replace") as file:
                 for line in filter(str.strip, file):
-                    row = _row(line)
+                    row = _row(kinds.KINDS[kind], line)
                     if row is None:
                         torn += 1
                     else:
@@ -346,9 +359,10 @@ def read_counted(run_dir: str, kind: str) -> tuple[list[dict], int]:
     return sorted(rows, key=lambda row: row["time"]), torn
 
 
-def _row(line: str) -> dict | None:
+def _row(kind: type[kinds.Row], line: str) -> kinds.Row | None:
     try:
-        row = json.loads(line)
+        found = json.loads(line)
+        row = kind.of({**UNTOLD, **found}) if isinstance(found, dict) else None
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("time"), (int, float)) else None
+    return row if row is not None and row.time is not None else None

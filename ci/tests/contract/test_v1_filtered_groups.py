@@ -27,7 +27,7 @@ def written(monkeypatch):
     from esgrpo import records
 
     rows: dict[str, list] = {}
-    monkeypatch.setattr(records, "write", lambda kind, row: rows.setdefault(kind, []).append(row))
+    monkeypatch.setattr(records, "write", lambda row: rows.setdefault(row.kind, []).append(row))
     return rows
 
 

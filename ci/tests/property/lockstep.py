@@ -26,7 +26,7 @@ from bench.workload import Group
 from ci.tests.engine.fake_fleet import FakeFleet, FakeReplica
 from ci.tests.property.rollout_fakes import ResumingClient, TokenOutput
 from esgrpo import config
-from esgrpo.algo import rollout
+from esgrpo.algo import rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.segments import CONTINUE, SegmentBook
@@ -447,8 +447,8 @@ def normalised(log: list) -> dict[str, Played]:
             elif isinstance(event, rollout.AttemptEnded) and isinstance(action, (rollout.Submit, rollout.HandOn)):
                 _attempt(group.members.setdefault(event.member, []), event, action)
             elif isinstance(action, rollout.Record) and isinstance(event, rollout.MemberEnded):
-                group.members.setdefault(event.member, []).append(_ending(action.record))
-                group.finished += [event.member] if action.record.outcome == Outcome.FINISH else []
+                group.members.setdefault(event.member, []).append(_ending(action.row))
+                group.finished += [event.member] if action.row.outcome == Outcome.FINISH else []
     return groups
 
 
@@ -460,7 +460,7 @@ def _attempt(story: list[tuple], event: rollout.AttemptEnded, action) -> None:
         story.append(("hand on", action.stop_reason))
 
 
-def _ending(record: rollout.ResponseRecord) -> tuple:
+def _ending(record: rows.Response) -> tuple:
     score = record.score if record.outcome == Outcome.FINISH else None  # of a pruned one each driver says its own
     return ("record", record.outcome, record.rule, record.tokens, record.candidate, record.exempted,
             record.keep_probability, record.pivot, record.candidate_rule, record.decided_by, record.tokens_at_decision,

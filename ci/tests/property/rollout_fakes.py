@@ -110,7 +110,7 @@ def seat_of(driver, group: str = "g", size: int = 8, number: int | None = None) 
 
 def ended(seat, score=None, now: float = 0.0, **facts) -> dict:
     """The record of a member that ends now."""
-    return seat.on(rollout.MemberEnded, now=now, score=score, **facts).record.row()
+    return seat.on(rollout.MemberEnded, now=now, score=score, **facts).row.row()
 
 
 def run_with_member(seat, coroutine):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from esgrpo import config
-from esgrpo.algo import rollout, rollout_events
+from esgrpo.algo import rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.terms import Outcome
@@ -162,7 +162,7 @@ class Life(RuleBasedStateMachine):
         asks = len(self.asks)
         self.members[key].stamps += [self.version] * (len(self.members[key].stamps) < BUDGET)
         self.answer(key, Outcome.FINISH)
-        self.check(key, self.on(rollout.MemberEnded(*key, 3.0, score)).record)
+        self.check(key, self.on(rollout.MemberEnded(*key, 3.0, score)).row)
         del self.members[key]
         if len(self.asks) > asks:
             self.hear(self.asks.pop())
@@ -229,15 +229,15 @@ class Life(RuleBasedStateMachine):
     def seal(self, data):
         key = data.draw(st.sampled_from(self.running(whole=True, sealed=False)))
         self.members[key].sealed = True
-        self.check(key, self.on(rollout.Sealed(*key, 2.0)).record)
+        self.check(key, self.on(rollout.Sealed(*key, 2.0)).row)
 
     @precondition(lambda self: self.running(whole=True))
     @rule(data=st.data(), score=st.sampled_from([None, 0.0, 1.0]))
     def end(self, data, score):
         key = data.draw(st.sampled_from(self.running(whole=True)))
         action = self.on(rollout.MemberEnded(*key, 3.0, score))
-        self.check(key, action.record)
-        assert action.record.score == score
+        self.check(key, action.row)
+        assert action.row.score == score
         del self.members[key]
 
     @precondition(lambda self: self.members)
@@ -260,7 +260,7 @@ class Life(RuleBasedStateMachine):
     def check(self, key, record):
         member = self.members[key]
         row = record.row()
-        assert (row["group"], row["member"], row["schema"]) == (*key, rollout_events.SCHEMA)
+        assert (row["group"], row["member"], row["schema"]) == (*key, rows.SCHEMA)
         assert row["tokens"] == len(member.stamps) == sum(tokens for *_, tokens in row["places"])
         assert [version for version, tokens in row["spans"] for _ in range(tokens)] == member.stamps
         assert row["attempts"] == len(row["places"])

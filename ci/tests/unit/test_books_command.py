@@ -8,6 +8,7 @@ import os
 import pytest
 
 from esgrpo import cli, records
+from esgrpo.algo import rows
 
 
 @pytest.fixture
@@ -85,32 +86,31 @@ def test_at_the_end_of_a_run_its_actors_write_what_they_hold(run_dir, monkeypatc
 
     waited = []
     monkeypatch.setattr(ray, "wait", lambda pending, num_returns, timeout: waited.append((num_returns, timeout > 0)))
-    records.write("trained", {"number": 1})
+    records.write(rows.Trained(group="g", member=1))
     actor = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda function: function(None)))
     reports.flush_records(SimpleNamespace(components={"rollouter": actor, "trainer": actor}))
     (file,) = (run_dir / "esgrpo").glob("trained-*.jsonl")
-    assert json.loads(file.read_text())["number"] == 1 and waited == [(2, True)]
+    assert json.loads(file.read_text())["member"] == 1 and waited == [(2, True)]
 
 
 def two_starts(run_dir, reissued: bool) -> None:
     """The same id of a group in both starts, as verl gives it: four responses, of which a restart threw two away."""
     start(run_dir)
-    records.write("start", {"resumed_step": 0, "drawn": 0, "prompts_per_epoch": 1})
+    records.write(rows.Start(resumed_step=0, drawn=0, prompts_per_epoch=1))
     for number in range(2):
         if number:
             start(run_dir)
-            records.write("start", {"resumed_step": 0 if not reissued else 1, "drawn": reissued,
-                                    "prompts_per_epoch": 1})
+            records.write(rows.Start(resumed_step=int(reissued), drawn=int(reissued), prompts_per_epoch=1))
         if number and reissued:
-            records.write("reissued", {"group": "uid_1", "draw": 1, "was": "uid_1"})
+            records.write(rows.Reissued(group="uid_1", draw=1, was="uid_1"))
         else:
-            records.write("submitted", {"group": "uid_1", "prompt": "k", "draw": 1})
+            records.write(rows.Submitted(group="uid_1", prompt="k", draw=1))
         for member in range(2):
-            records.write("responses", {"group": "uid_1", "member": member, "started": 0.0, "ended": 1.0,
-                                        "outcome": "finish", "tokens": 5, "reprefill": 0})
-            records.write("trained", {"group": "uid_1", "member": member, "step": 1 + reissued, "pruned": False,
-                                      "trained": True, "gradient": True, "tokens": 5, "reprefill": 0})
-        records.write("batch", {"step": 1 + reissued, "groups": ["uid_1"]})
+            records.write(rows.Response(group="uid_1", member=member, started=0.0, ended=1.0, outcome="finish",
+                                        tokens=5, reprefill=0))
+            records.write(rows.Trained(group="uid_1", member=member, step=1 + reissued, pruned=False, gradient=True,
+                                      tokens=5, reprefill=0))
+        records.write(rows.Batch(step=1 + reissued, groups=["uid_1"]))
     assert records.flush()
 
 

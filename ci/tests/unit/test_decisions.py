@@ -17,6 +17,7 @@ from esgrpo.algo.decisions import Run, of_rows, table
 from esgrpo.algo.history import PromptHistory
 from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing_order import inversions, longest_first
+from esgrpo.algo.rows import Decisions
 from esgrpo.hooks.verl import decision_counts, group_driver, token_outputs
 
 ON = {"enable": True, "history": {"enable": True}}
@@ -135,8 +136,8 @@ def worker_run(tmp_path, monkeypatch, **segment) -> tuple[group_driver.Driver, l
     settings = config.parse({"enable": True, "boundary": "yield", "prune": {"repetition": {"enable": True}}, **segment})
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     monkeypatch.setenv(config.ENV_SEGMENT, config.to_json(settings))
-    records.write("decisions", {"process": "driver", "settings": json.loads(config.to_json(settings)),
-                                "facts": {"trainer": "fully_async", "replicas": 2}})
+    records.write(Decisions(process="driver", settings=json.loads(config.to_json(settings)),
+                            facts={"trainer": "fully_async", "replicas": 2}))
     book = {"spans": [[0, 4]], "boundaries": 1, "logprob_sum": 0.0, "replica": "r", "arrived": 0.0}
 
     async def run():
@@ -145,7 +146,8 @@ def worker_run(tmp_path, monkeypatch, **segment) -> tuple[group_driver.Driver, l
         for seat, outcome, rule in ((seats[0], "yield", "boundary"), (seats[0], "finish", ""),
                                     (seats[1], "prune", "repetition")):
             seat.on(rollout.AttemptEnded, now=1.0, tokens=4, left=20, answer={**book, "outcome": outcome, "rule": rule})
-        return driver, [group_driver.row_of(seat.on(rollout.MemberEnded, now=2.0, score=1.0), driver) for seat in seats]
+        return driver, [group_driver.row_of(seat.on(rollout.MemberEnded, now=2.0, score=1.0), driver).row()
+                        for seat in seats]
 
     return asyncio.run(run())
 

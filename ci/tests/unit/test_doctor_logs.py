@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from esgrpo import cli, engine, patchset, records
+from esgrpo.algo.rows import Evicted
 from esgrpo.doctor import logs
 from esgrpo.errors import EsgrpoError
 from esgrpo.hooks.verl import state_files
@@ -68,7 +69,7 @@ def test_a_disk_that_costs_records_only_is_no_failure(tmp_path, capsys, monkeypa
     (tmp_path / "esgrpo").write_text("a file where the directory should be")
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     monkeypatch.setattr(records, "_writer", records.Writer())
-    records.write("group", {"group": "a"})
+    records.write(Evicted(group="a"))
     records.flush()
     line = capsys.readouterr().err.strip()
     assert line.startswith("esgrpo: ") and logs.read([line]).state == "notice" and first(line) == "records-dropped"

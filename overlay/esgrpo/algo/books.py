@@ -3,7 +3,7 @@
 A start goes on from a checkpoint: what was trained after that checkpoint is rolled back, what was drawn after it is
 drawn again, and what was drawn before it and had no end must come back (re-issued, or restored as it was). A *draw* is
 the position of a prompt in the stream of the data loader, from 1, over all starts of a run. Row kinds and their fields
-are those of `esgrpo.records`; rows without them (older releases, verl 0.7.0) leave what they would say unknown.
+are those of `algo.rows`; rows without them (older releases, verl 0.7.0) leave what they would say unknown.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-KINDS = ("start", "checkpoint", "submitted", "reissued", "restored", "lost", "batch", "trained", "responses",
+KINDS = ("start", "checkpoint", "submitted", "reissued", "restored", "batch", "trained", "responses",
          "replaced", "failed", "evicted", "dropped")
 OPEN, TRAINED, ROLLED_BACK, MISSING = "open", "trained", "rolled_back", "missing"
 GIVEN_UP = ("replaced", "evicted")
 FAILED = "failed"  # no last word under v1: a group with some responses may still be trained, or evicted
-LOST, PRUNED, THROWN_AWAY = "lost", "pruned", "thrown_away"
+PRUNED, THROWN_AWAY = "pruned", "thrown_away"
 SHOWN = 5  # draws that a line names
 
 Rows = Mapping[str, Sequence[dict]]
@@ -39,7 +39,8 @@ def response_of(row: dict) -> tuple[str, int, str, int]:
 
 def trained_in(row: dict) -> int:
     """The start that trained a row; a response may be of an earlier one."""
-    return row.get("trained_in", start_of(row))
+    told = row.get("trained_in")
+    return start_of(row) if told is None else told
 
 
 def of_runs(rows: Rows) -> dict[str, dict[str, list[dict]]]:
@@ -83,7 +84,8 @@ def is_kept(row: dict, chain: list[Link] | None) -> bool:
     if chain is None:
         return True
     last = {link.restart: link.last for link in chain}.get(trained_in(row), -1)
-    return row.get("step", last) <= last and last >= 0
+    step = row.get("step")
+    return (step is None or step <= last) and last >= 0
 
 
 def rolled_back(trained: Iterable[dict], rows: Rows) -> set[tuple[str, int, str, int]]:
@@ -133,13 +135,11 @@ class _Account:
         in_flight = [draw for draw, fate in self.draws.items() if fate == OPEN]
         gives_back = [draw for row in self.rows["start"].get(link.restart, ()) for draw in row.get("gives_back", ())]
         back = self._came_back(link.restart, before, set(gives_back))
-        lost = [row["draw"] for row in self.rows["lost"].get(link.restart, ())]
-        self.draws.update(dict.fromkeys(lost, LOST))
-        missing = [draw for draw in in_flight if draw not in back and draw not in lost]
+        missing = [draw for draw in in_flight if draw not in back]
         self.draws.update(dict.fromkeys(missing, MISSING))
         self.missing += missing
         self.starts.append({"restart": link.restart, "drawn_again": len(void), "in_flight": len(in_flight),
-                            "came_back": len(back), "lost": len(lost), "missing": len(missing)})
+                            "came_back": len(back), "missing": len(missing)})
         for row in self.rows["submitted"].get(link.restart, ()):
             draw = row.get("draw")
             draw = row["group"] if draw is None else draw
@@ -182,7 +182,7 @@ class _Account:
 
     def _give_up(self, kind: str, restart: int) -> None:
         for row in self.rows[kind].get(restart, ()):
-            group = row["group"] if "group" in row else row["rows"][0]["group"]  # of older releases
+            group = row["group"]
             draw, origin = self._of(group, restart)
             self.groups[origin, group] = kind
             self._end(draw, kind)
@@ -197,7 +197,7 @@ class _Account:
         """(group, step) of this start's batches; rows of releases that recorded no batches tell them, too."""
         found = [(group, row["step"]) for row in self.rows["batch"].get(restart, ()) for group in row["groups"]]
         known = {group for group, _ in found}
-        late = {row["group"]: row.get("step", 0) for rows in self.rows["trained"].values() for row in rows
+        late = {row["group"]: row.get("step") or 0 for rows in self.rows["trained"].values() for row in rows
                 if trained_in(row) == restart and row["group"] not in known}
         return [*found, *late.items()]
 
@@ -241,7 +241,7 @@ def _prompts(books: Books, rows: Rows, account: _Account, chain: list[Link] | No
     last = max([*numbers, *(link.drawn for link in chain or ())], default=0)
     gaps = sorted(set(range(first, last + 1)) - set(numbers))
     books.prompts["drawn"] = len(account.draws)
-    for found, what in ((account.missing, "in flight at a restart came back neither re-issued nor as lost"),
+    for found, what in ((account.missing, "in flight at a restart did not come back"),
                         (account.twice, "ended or were issued more than once"), (gaps, "have no record of their draw")):
         if found:
             books.problems.append(f"{_some(found, 'prompts')} {what}")

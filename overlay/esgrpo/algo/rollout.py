@@ -42,13 +42,13 @@ from esgrpo.algo.rollout_events import (
     Record,
     Reopened,
     ReplicaLost,
-    ResponseRecord,
     Sealed,
     Share,
     Submit,
     Submitted,
     Tell,
 )
+from esgrpo.algo.rows import Response as Row
 from esgrpo.algo.terms import LengthClass, Outcome, Rule
 
 
@@ -129,19 +129,21 @@ class Response:
     def prune(self, rule: str) -> None:
         self.outcome, self.rule = Outcome.PRUNE, rule
 
-    def record(self, now: float, score: float | None, audit: dict | None) -> ResponseRecord:
+    def record(self, now: float, score: float | None, audit: dict | None) -> Row:
         """Its row, if nothing more is decided about it."""
         self.sealed = True
         if self.doomed:  # also when it ended in another way before the engine heard of it
             self.prune(self.decision["rule"])
         decision = self.decision or {}
-        return ResponseRecord(
-            self.prompt, self.group, self.number, str(self.outcome), self.rule, self.tokens, self.attempts,
-            self.reprefill, self.boundaries, [list(span) for span in self.spans],
-            [list(place) for place in self.places], self.started, now, self.decision is not None,
-            self.decision is not None and not self.doomed, decision.get("keep_probability", 1.0),
-            decision.get("pivot"), decision.get("rule", ""), decision.get("reason", ""), decision.get("tokens"), audit,
-            score)
+        return Row(
+            prompt=self.prompt, group=self.group, member=self.number, outcome=str(self.outcome), rule=self.rule,
+            tokens=self.tokens, attempts=self.attempts, reprefill=self.reprefill, boundaries=self.boundaries,
+            spans=[list(span) for span in self.spans], places=[list(place) for place in self.places],
+            started=self.started, ended=now, candidate=self.decision is not None,
+            exempted=self.decision is not None and not self.doomed,
+            keep_probability=decision.get("keep_probability", 1.0), pivot=decision.get("pivot"),
+            candidate_rule=decision.get("rule", ""), decided_by=decision.get("reason", ""),
+            tokens_at_decision=decision.get("tokens"), audit=audit, score=score)
 
 
 @dataclass

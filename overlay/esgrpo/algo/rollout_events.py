@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
+from esgrpo.algo.rows import Response as Row
 from esgrpo.algo.terms import Outcome
-
-SCHEMA = 2  # of ResponseRecord; rows without the key are of 1, which had no `schema`
-
 
 # Events
 
@@ -153,7 +150,7 @@ class Record:
 
     group: str
     member: int
-    record: ResponseRecord
+    row: Row
 
 
 @dataclass(frozen=True)
@@ -164,37 +161,3 @@ class Share:
 
 
 Action = Submit | HandOn | Ask | Finish | Tell | Record | Share
-
-
-@dataclass(frozen=True)
-class ResponseRecord:
-    """One line of responses-*.jsonl, and what the row of a response carries to the trainer."""
-
-    prompt: str | None
-    group: str
-    member: int
-    outcome: str
-    rule: str
-    tokens: int
-    attempts: int
-    reprefill: int  # prompt and response tokens that were computed again after an interruption
-    boundaries: int
-    spans: list[list[int]]  # [weight version, tokens], oldest first; they sum to tokens
-    places: list[list]  # [replica, from, until, tokens] of every attempt
-    started: float
-    ended: float
-    candidate: bool
-    exempted: bool
-    keep_probability: float
-    pivot: float | None
-    candidate_rule: str
-    decided_by: str
-    tokens_at_decision: int | None
-    audit: dict | None = None  # what the audit knows of the rule of a candidate
-    score: float | None = None
-    schema: int = SCHEMA
-
-    def row(self) -> dict:
-        """As it is written; `audit` only where a coin was tossed."""
-        row = dataclasses.asdict(self)
-        return row if self.audit is not None else {key: value for key, value in row.items() if key != "audit"}

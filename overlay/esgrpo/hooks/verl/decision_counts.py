@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from esgrpo import config, records
 from esgrpo.algo import decisions
+from esgrpo.algo.rows import Decisions
 
 ROLLOUTER = "rollouter"
 counts: Counter = Counter()  # of a rollouter, or of v1's task runner
@@ -35,7 +36,7 @@ def write(process: str, now: Mapping[str, int], audit: Mapping | None = None) ->
     found = dict(+Counter(now)), dict(audit or {})
     if found != _written.get(process, ({}, {})):
         _written[process] = found
-        records.write("decisions", {"process": process, "counts": found[0], **({"audit": found[1]} if audit else {})})
+        records.write(Decisions(process=process, counts=found[0], audit=found[1]))
 
 
 def _take_in(rows: Iterable[Mapping]) -> None:

@@ -47,6 +47,7 @@ def prepare(config) -> None:
     """Validate, hand the settings on in the environment, and apply what waited for the features."""
     from esgrpo import compat, engine, guard, records
     from esgrpo import config as settings
+    from esgrpo.algo.rows import Decisions
 
     rollout = config.actor_rollout_ref.rollout
     raw = rollout.get("segment")
@@ -66,8 +67,8 @@ def prepare(config) -> None:
     goes_on = config.trainer.get("resume_mode", "auto") != "disable"
     os.environ.update(records.begun(run_dir, goes_on) if features else records.named(records.new_run(), 0))
     if features:
-        records.write("decisions", {"process": "driver", "settings": json.loads(settings.to_json(segment)),
-                                    "facts": settings.facts()})
+        records.write(Decisions(process="driver", settings=json.loads(settings.to_json(segment)),
+                                facts=settings.facts()))
     _reach_every_worker(config)
     engine.refresh()
     rows = engine.states("driver")

@@ -87,13 +87,13 @@ def note(bound, version, failures, found) -> None:
     """Count, record and say new failures. Raises EsgrpoError above the bound. `found`: group -> (prompt, draw)."""
     import sys
 
-    from esgrpo import config
+    from esgrpo import config, records
+    from esgrpo.algo.rows import Failed
     from esgrpo.errors import RunError
-    from esgrpo.records import write
 
     for failure in bound.observe(version, failures):
         prompt, draw = found[failure.group]
-        write("failed", {"group": failure.group, "prompt": prompt, "draw": draw, "reason": failure.error})
+        records.write(Failed(group=failure.group, prompt=prompt, draw=draw, reason=failure.error))
         print(f"esgrpo: failed prompt: {failure.prompt}: {failure.error}; {len(bound.failed)} of {bound.allowed} that "
               "one weight version may have", file=sys.stderr, flush=True)
     if bound.too_many:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
 import random
 import sys
 import time
@@ -17,7 +18,7 @@ import zlib
 from dataclasses import dataclass
 
 from esgrpo import config, records
-from esgrpo.algo import rollout
+from esgrpo.algo import rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.hooks.verl import decision_counts
@@ -229,14 +230,14 @@ def reward_of(output) -> tuple:
     return None if score is None else float(score), (output.extra_fields.get("reward_extra_info") or {}).get("acc")
 
 
-def row_of(action: rollout.Record, driver: Driver) -> dict:
-    """The record with what identifies this process and run, and what it has decided so far: the trainer counts that."""
-    return {**records.identity(), "records_dropped": records.dropped(), "decisions": dict(+driver.decisions),
-            **action.record.row()}
+def row_of(action: rollout.Record, driver: Driver) -> rows.Response:
+    """The row with what identifies this process and run, and what it has decided so far: the trainer counts that."""
+    return dataclasses.replace(action.row, **records.identity(), records_dropped=records.dropped(),
+                               decisions=dict(+driver.decisions))
 
 
-def attach(output, row: dict) -> None:
+def attach(output, row: rows.Response) -> None:
     """The row travels with the output to the trainer; verl's version range starts at its first token."""
-    output.extra_fields["esgrpo"] = row
-    if row["spans"] and row["spans"][0][0] >= 0:
-        output.extra_fields["min_global_steps"] = row["spans"][0][0]
+    output.extra_fields["esgrpo"] = row.row()
+    if row.spans and row.spans[0][0] >= 0:
+        output.extra_fields["min_global_steps"] = row.spans[0][0]

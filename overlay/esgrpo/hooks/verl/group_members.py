@@ -62,7 +62,7 @@ async def run_member(original, worker, group: str, args, kwargs, forecast=None, 
         driver.rewards.pop((group, seat.number), None)
         record = seat.on(rollout.MemberEnded, now=time.time(), **ending)
     row = group_driver.row_of(record, driver)
-    records.write("responses", row)
+    records.write(row)
     if output is not None:
         group_driver.attach(output, row)
     return output

@@ -50,20 +50,20 @@ def ledger_of(rollouter):
 
 def accounted(rollouter, iterator):
     """verl's stream of (epoch, batch), after the prompts to give back. The feed names the sample when it has it."""
-    from esgrpo.records import write
+    from esgrpo import records
+    from esgrpo.algo.rows import Reissued, Submitted
 
     ledger = ledger_of(rollouter)
     while ledger.waiting:
         entry = ledger.waiting[0]
         sample = _name(rollouter, entry.epoch)
         ledger.again(sample)
-        write("reissued", {"group": UID + sample, "prompt": _key(entry.prompt), "draw": entry.draw,
-                           "was": UID + entry.was})
+        records.write(Reissued(group=UID + sample, prompt=_key(entry.prompt), draw=entry.draw, was=UID + entry.was))
         yield entry.epoch, entry.prompt
     for epoch, batch in iterator:
         sample = _name(rollouter, epoch)
         ledger.took(sample, epoch, batch)
-        write("submitted", {"group": UID + sample, "prompt": _key(batch), "draw": ledger.drawn})
+        records.write(Submitted(group=UID + sample, prompt=_key(batch), draw=ledger.drawn))
         yield epoch, batch
 
 

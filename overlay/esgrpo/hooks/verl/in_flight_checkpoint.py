@@ -34,12 +34,13 @@ def build(original):
         import inspect
 
         from esgrpo import records
+        from esgrpo.algo.rows import Checkpoint
         from esgrpo.hooks.verl import in_flight, in_flight_checkpoint, resume_point
 
         result = await original(self, *args, **kwargs)
         folder = inspect.signature(original).bind(self, *args, **kwargs).arguments["local_global_step_folder"]
         in_flight_checkpoint.save(self, folder)
-        records.write("checkpoint", {"step": resume_point.step_of(folder), "drawn": in_flight.drawn_of(self)})
+        records.write(Checkpoint(step=resume_point.step_of(folder), drawn=in_flight.drawn_of(self)))
         await asyncio.to_thread(records.flush)  # what the checkpoint holds is in the books before it counts
         return result
 

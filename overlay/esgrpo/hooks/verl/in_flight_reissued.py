@@ -42,14 +42,15 @@ def build(original):
 
 def record(rollouter, folder: str | None) -> None:
     """One row per start: what it goes on from."""
+    from esgrpo import records
+    from esgrpo.algo.rows import Start
     from esgrpo.hooks.verl.in_flight import ledger_of
     from esgrpo.hooks.verl.resume_point import step_of
-    from esgrpo.records import write
 
     ledger = ledger_of(rollouter)
-    write("start", {"resumed_step": step_of(folder or ""), "drawn": ledger.restored,
-                    "gives_back": [entry.draw for entry in ledger.waiting],
-                    "prompts_per_epoch": len(rollouter.train_dataloader)})
+    records.write(Start(resumed_step=step_of(folder or ""), drawn=ledger.restored,
+                        gives_back=[entry.draw for entry in ledger.waiting],
+                        prompts_per_epoch=len(rollouter.train_dataloader)))
 
 
 def folder_of(trainer) -> str | None:

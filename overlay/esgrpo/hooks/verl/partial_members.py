@@ -66,8 +66,8 @@ async def run_member(original, worker, group: str, given: dict, args, kwargs):
         record = seat.on(rollout.MemberEnded, now=time.time(), **ending)
     if record is not None:  # else it goes on later
         row = group_driver.row_of(record, driver)
-        output.extra_fields["esgrpo"] = row
-        records.write("responses", row)
+        output.extra_fields["esgrpo"] = row.row()
+        records.write(row)
     return output
 
 

@@ -65,9 +65,10 @@ class Filter:
 
 def replace(rollouter, sample) -> bool:
     """True when the group is not to be put, and its place was given back."""
+    from esgrpo import records
     from esgrpo.algo.pruning import is_resolved_null
+    from esgrpo.algo.rows import Replaced
     from esgrpo.hooks.verl import decision_counts, in_flight, prune_metrics
-    from esgrpo.records import write
 
     batch = sample.full_batch
     rows = [row for row in batch.non_tensor_batch.get("esgrpo", ()) if row is not None]
@@ -84,7 +85,7 @@ def replace(rollouter, sample) -> bool:
     # the original counts every group that was put: one of them was not
     rollouter.total_generated_samples -= 1
     rollouter._step_generated_samples -= 1
-    write("replaced", {"group": f"uid_{sample.sample_id}", "sample_id": sample.sample_id, "rows": rows})
+    records.write(Replaced(group=f"uid_{sample.sample_id}", sample_id=sample.sample_id, rows=rows))
     return True
 
 

@@ -36,11 +36,12 @@ def build(original):
 
 
 async def metrics(rollouter, timing) -> dict[str, float]:
+    from esgrpo import records
     from esgrpo.algo.accounting import bubble, sync_counts
+    from esgrpo.algo.rows import EngineWindow
     from esgrpo.hooks.verl import decision_counts, prompt_order
     from esgrpo.hooks.verl.server_calls import answers_if_any
     from esgrpo.hooks.verl.server_control import methods
-    from esgrpo.records import dropped, write
 
     servers = [server for replica in rollouter.llm_server_manager.get_replicas() for server in replica.servers]
     answers = await answers_if_any([call.remote() for call in methods(servers, "esgrpo_take_windows")], "take_windows",
@@ -50,7 +51,7 @@ async def metrics(rollouter, timing) -> dict[str, float]:
     rates = bubble(windows, paused)
     decision_counts.add_windows(windows)
     for window in windows:
-        write("windows", {**window, "rollouter_paused": paused})
+        records.write_told(EngineWindow, {**window, "rollouter_paused": paused})
     bubbles = {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate for name, rate in rates.items()}
     return {**bubbles, **{f"esgrpo/sync/{name}": value for name, value in sync_counts(windows).items()},
-            "esgrpo/records/dropped_by_rollouter": dropped(), **prompt_order.metrics_of(rollouter)}
+            "esgrpo/records/dropped_by_rollouter": records.dropped(), **prompt_order.metrics_of(rollouter)}

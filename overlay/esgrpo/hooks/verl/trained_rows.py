@@ -36,15 +36,13 @@ def build(original):
         import inspect
 
         from esgrpo.hooks.verl import decision_counts
-        from esgrpo.hooks.verl.trained_rows import metrics, rows_of, update
-        from esgrpo.records import write
+        from esgrpo.hooks.verl.trained_rows import metrics, rows_of, write
 
         result = original(*args, **kwargs)
         batch = inspect.signature(original).bind(*args, **kwargs).arguments["batch"]
         if "esgrpo" in batch.non_tensor_batch:
             rows = rows_of(batch)
-            for row in rows:
-                write("trained", {**row, **update})
+            write(rows)
             result.update({**metrics(rows), **decision_counts.of_trainer(rows)})
         return result
 
@@ -57,9 +55,19 @@ def begin(groups: list[str], step: int) -> None:
     Recorded before the update: the rows follow after the checkpoint, which a crash may come before.
     """
     from esgrpo import records
+    from esgrpo.algo.rows import Batch
 
     update.update(trained_in=records.identity()["restart"], step=step)
-    records.write("batch", {"step": step, "groups": groups})
+    records.write(Batch(step=step, groups=groups))
+
+
+def write(rows: list[dict]) -> None:
+    """One record a row of the batch in hand."""
+    from esgrpo import records
+    from esgrpo.algo.rows import Trained
+
+    for row in rows:
+        records.write_told(Trained, {**row, **update})
 
 
 def rows_of(batch) -> list[dict]:

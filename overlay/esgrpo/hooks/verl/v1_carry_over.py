@@ -68,11 +68,12 @@ def pool_of(trainer):
 
 def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     """Tell the pool about one sampled batch; a group trained twice stops the run, what else is odd is said once."""
+    from esgrpo import records
     from esgrpo.algo.carry_over import EMPTY, CarryOverError, Waiting
+    from esgrpo.algo.rows import Carry, Evicted
     from esgrpo.errors import RunError
     from esgrpo.hooks.verl.v1_failure import take_evicted
     from esgrpo.hooks.verl.v1_rows import final_keys, group_of, real_keys
-    from esgrpo.records import write
 
     buffer, version = trainer.replay_buffer, trainer.global_steps
     born = dict(buffer.prompt_global_steps[PARTITION])
@@ -96,10 +97,10 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     odd = {kind: groups for kind, groups in {**pool.oddities, EMPTY: new}.items() if groups}
     say(trainer, odd)
     for group in new:
-        write("evicted", {"group": group, "reason": EMPTY})
+        records.write(Evicted(group=group, reason=EMPTY))
     partial = sum(size != trainer.config.actor_rollout_ref.rollout.n for size in sizes.values())
-    write("carry", {"step": version, "groups": trained, "waiting": {g: w.born for g, w in waiting.items()},
-                    "partial": partial, "odd": odd, **vars(step)})
+    records.write(Carry(step=version, groups=trained, waiting={g: w.born for g, w in waiting.items()}, partial=partial,
+                        odd=odd, **vars(step)))
     return {f"esgrpo/carry/{name}": float(value) for name, value in {**vars(step), "partial": partial}.items()}
 
 

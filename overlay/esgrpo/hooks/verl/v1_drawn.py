@@ -35,27 +35,29 @@ def build(original):
 
 
 def record(trainer, batch) -> None:
+    from esgrpo import records
     from esgrpo.algo.history import prompt_key
-    from esgrpo.records import write
+    from esgrpo.algo.rows import Submitted
 
     for group, prompt in zip(batch["uid"], batch["raw_prompt"], strict=True):
         trainer.esgrpo_drawn = drawn_of(trainer) + 1
         if trainer.trainer_mode == "sync":
             trainer.__dict__.setdefault("esgrpo_open", set()).add(str(group))
-        write("submitted", {"group": str(group), "prompt": prompt_key(getattr(prompt, "data", prompt)),
-                            "draw": trainer.esgrpo_drawn})
+        records.write(Submitted(group=str(group), prompt=prompt_key(getattr(prompt, "data", prompt)),
+                                draw=trainer.esgrpo_drawn))
 
 
 def note_surplus(trainer, trained: set[str]) -> None:
     """Under `sync` verl discards groups of a step beyond its batch, and does not say which."""
-    from esgrpo.records import write
+    from esgrpo import records
+    from esgrpo.algo.rows import Evicted
 
     if trainer.trainer_mode != "sync":
         return
     buffer, here = trainer.replay_buffer, trainer.__dict__.setdefault("esgrpo_open", set())
     gone = here - set(buffer.prompt_global_steps["train"])
     for group in sorted(gone - trained - buffer.__dict__.get("esgrpo_evicted", {}).keys()):
-        write("evicted", {"group": group, "reason": "surplus"})
+        records.write(Evicted(group=group, reason="surplus"))
     here -= gone | trained
 
 
@@ -69,25 +71,27 @@ def started(trainer, tags: dict[str, dict]) -> None:
     import os
 
     from esgrpo import records
+    from esgrpo.algo.rows import Reissued, Restored, Start
 
     step, run_dir, run = trainer.global_steps - 1, os.environ.get(records.ENV_RUN_DIR), records.identity()["run"]
-    saved = [row["drawn"] for row in (records.read(run_dir, "checkpoint") if run_dir and step else ())
-             if row["step"] == step and row["run"] == run]
+    saved = [row.drawn for row in (records.read(run_dir, "checkpoint") if run_dir and step else ())
+             if row.step == step and row.run == run]
     trainer.esgrpo_drawn = saved[-1] if saved else 0
     loader = trainer.train_dataloader
-    records.write("start", {"resumed_step": step, "drawn": trainer.esgrpo_drawn,
-                            "prompts_per_epoch": len(loader) * (getattr(loader, "batch_size", None) or 1)})
+    records.write(Start(resumed_step=step, drawn=trainer.esgrpo_drawn,
+                        prompts_per_epoch=len(loader) * (getattr(loader, "batch_size", None) or 1)))
     prompts = {key: tag.get("status") for key, tag in tags.items() if tag.get("is_prompt", False)}
     for group in (group for group, status in prompts.items() if status in WAITING):
-        records.write("reissued", {"group": group, "prompt": None, "draw": None, "was": group})
+        records.write(Reissued(group=group, was=group))
     restored = [group for group, status in prompts.items() if status not in WAITING]
     if restored:
-        records.write("restored", {"groups": restored})
+        records.write(Restored(groups=restored))
 
 
 def saved(trainer) -> None:
     """The row of a checkpoint that is about to be saved; what it holds is in the books before it counts."""
     from esgrpo import records
+    from esgrpo.algo.rows import Checkpoint
 
-    records.write("checkpoint", {"step": trainer.global_steps, "drawn": drawn_of(trainer)})
+    records.write(Checkpoint(step=trainer.global_steps, drawn=drawn_of(trainer)))
     records.flush()

@@ -29,9 +29,10 @@ def build(original):
     def _evict_terminal_groups(self, *args, **kwargs):
         import inspect
 
+        from esgrpo import records
         from esgrpo.algo.carry_over import remember
+        from esgrpo.algo.rows import Evicted
         from esgrpo.hooks.verl import v1_failure
-        from esgrpo.records import write
 
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         reasons = v1_failure.reasons_of(arguments["eviction_reasons"])
@@ -40,7 +41,7 @@ def build(original):
         if partition == v1_failure.TRAIN:
             replaced = getattr(self, "esgrpo_judged", {})  # by the hook on the filter, which has recorded these
             for group in [group for group in reasons if not replaced.get(group)]:
-                write("evicted", {"group": group, "reason": reasons[group]})
+                records.write(Evicted(group=group, reason=reasons[group]))
             v1_failure.count(self, arguments["global_steps"])
         v1_failure.look(self, [group for group, why in reasons.items() if why == "failed"],
                         self.finished_keys[partition])

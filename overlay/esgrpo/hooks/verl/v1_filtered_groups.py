@@ -71,10 +71,10 @@ def foreseen(buffer, partition: str) -> set[str]:
     """Finished groups that the resolved rule ended without a gradient; each is judged, noted and recorded once."""
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-    from esgrpo import config
+    from esgrpo import config, records
     from esgrpo.algo.pruning import is_resolved_null
+    from esgrpo.algo.rows import Replaced
     from esgrpo.hooks.verl import decision_counts, prune_metrics
-    from esgrpo.records import write
 
     refills = isinstance(buffer, ReplayBufferAsync) and buffer.refill_fn is not None
     if partition != TRAIN or not refills or not config.current().prune.resolved.enable:
@@ -90,7 +90,7 @@ def foreseen(buffer, partition: str) -> set[str]:
         if judged[uid]:
             prune_metrics.note(buffer, rows, True)
             decision_counts.add("replaced", groups=1)
-            write("replaced", {"group": uid, "rows": rows})
+            records.write(Replaced(group=uid, rows=rows))
     return {uid for uid, replaced in judged.items() if replaced}
 
 

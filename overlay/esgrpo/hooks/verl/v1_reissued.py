@@ -75,10 +75,11 @@ def unfinished(trainer, partition: str) -> dict[str, int]:
 def say(lost: dict[str, int]) -> None:
     import sys
 
+    from esgrpo import records
     from esgrpo.algo.resuming import reissued_words
-    from esgrpo.records import write
+    from esgrpo.algo.rows import Restart
 
-    write("restart", lost)
+    records.write(Restart(**lost))
     print(f"esgrpo: {reissued_words(**lost)}", file=sys.stderr, flush=True)
 
 

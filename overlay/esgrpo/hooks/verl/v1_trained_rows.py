@@ -43,12 +43,10 @@ def record(trainer, batch) -> dict[str, float]:
     """Write one record per trained response and per closed engine window; returns the metrics of both."""
     from esgrpo import config
     from esgrpo.hooks.verl import decision_counts, prune_metrics
-    from esgrpo.hooks.verl.trained_rows import metrics, rows_of, update
-    from esgrpo.records import write
+    from esgrpo.hooks.verl.trained_rows import metrics, rows_of, write
 
     rows = rows_of(padded(batch))
-    for row in rows:
-        write("trained", {**row, **update})
+    write(rows)
     report = prune_metrics.take(trainer.replay_buffer, rows) if rows and config.current().audited else {}
     found = {**(metrics(rows) if rows else {}), **report, **windows(trainer)}
     return {**found, **decision_counts.of_v1(trainer, rows)}
@@ -83,17 +81,18 @@ def servers_of(trainer) -> list:
 
 def windows(trainer) -> dict[str, float]:
     """Bubble rate over the engine windows that closed since the last call. Nobody holds prompts back under v1."""
+    from esgrpo import records
     from esgrpo.algo.accounting import bubble
+    from esgrpo.algo.rows import EngineWindow
     from esgrpo.hooks.verl import decision_counts
     from esgrpo.hooks.verl.server_calls import fetched_if_any
     from esgrpo.hooks.verl.server_control import methods
-    from esgrpo.records import write
 
     calls = [call.remote() for call in methods(servers_of(trainer), "esgrpo_take_windows")]
     answers = fetched_if_any(calls, "take_windows", "esgrpo/bubble_rate lacks this version")
     closed = [window for answer in answers for window in answer]
     decision_counts.add_windows(closed)
     for window in closed:
-        write("windows", {**window, "rollouter_paused": 0.0})
+        records.write_told(EngineWindow, window)
     return {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate
             for name, rate in bubble(closed).items()}
