@@ -40,7 +40,7 @@ def lines(found: books.Books) -> list[str]:
     starts = [f"  start {one['restart']}: {one['in_flight']} prompts were in flight, {one['came_back']} came back, "
               f"{one['missing']} missing; {one['drawn_again']} are drawn again"
               for one in found.starts[1:]]
-    prompts = counts(found.prompts) or "not recorded (verl 0.7.0, or an older release)"
+    prompts = counts(found.prompts) or "not recorded (by an older release of the overlay)"
     return [f"run {found.run or 'without id'}: {len(found.starts)} start(s)", *starts, f"  prompts: {prompts}", *epochs,
             f"  responses: {counts(found.responses) or 'none'}", f"  rows that could not be written: {found.dropped}",
             "  the books balance" if found.balanced else "  DO NOT BALANCE: " + "; ".join(found.problems)]

@@ -3,7 +3,7 @@
 A start goes on from a checkpoint: what was trained after that checkpoint is rolled back, what was drawn after it is
 drawn again, and what was drawn before it and had no end must come back (re-issued, or restored as it was). A *draw* is
 the position of a prompt in the stream of the data loader, from 1, over all starts of a run. Row kinds and their fields
-are those of `algo.rows`; rows without them (older releases, verl 0.7.0) leave what they would say unknown.
+are those of `algo.rows`; rows without them (of older releases) leave what they would say unknown.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ HOOK = Hook(
     remove_when="verl's rollouter saves its samples in flight with its data loader",
     features=("observe",),
     relies_on=(f"{_ROLLOUTER}._feed_samples", f"{_ROLLOUTER}._process_single_sample_streaming"),
-    without=(("==0.7.0", "the recipe has another rollouter: its prompts in flight are lost at a restart"),),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
 UID = "uid_"  # verl's prefix of a sample's id in non_tensor_batch["uid"]

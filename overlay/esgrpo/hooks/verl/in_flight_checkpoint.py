@@ -20,7 +20,7 @@ HOOK = Hook(
     remove_when="verl's rollouter saves its samples in flight with its data loader",
     features=("observe",),
     relies_on=("verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer._save_checkpoint",),
-    without=(("==0.7.0", "the recipe has another rollouter: its prompts in flight are lost at a restart"),),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
 FILE = "esgrpo_in_flight.pt"  # batches of verl's data loader, pickled as verl pickles its own data.pt beside it

@@ -18,7 +18,7 @@ HOOK = Hook(
     remove_when="verl's rollouter restores its samples in flight",
     features=("observe",),
     relies_on=(f"{_ROLLOUTER}._feed_samples",),
-    without=(("==0.7.0", "the recipe has another rollouter: its prompts in flight are lost at a restart"),),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
 DATA = "data.pt"  # verl's state of the data loader

@@ -18,7 +18,7 @@ HOOK = Hook(
     remove_when="verl's rollouter saves its samples in flight with its data loader",
     features=("observe",),
     relies_on=(f"{_TRAINER}._fit_save_checkpoint", f"{_TRAINER}.fit_step", f"{_TRAINER}.fit"),
-    without=(("==0.7.0", "the recipe has another trainer"),),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
 

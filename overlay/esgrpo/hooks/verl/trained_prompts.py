@@ -19,27 +19,34 @@ HOOK = Hook(
     features=("observe",),
     relies_on=(f"{_TRAINER}.fit_step", f"{_TRAINER}._fit_generate",
                "verl.experimental.fully_async_policy.detach_utils:assemble_batch_from_rollout_samples"),
-    without=(("==0.7.0", "the recipe has another trainer"),),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
 
 def build(original):
     @functools.wraps(original)
     async def _get_samples_from_queue(self, *args, **kwargs):
-        from esgrpo.hooks.verl import trained_prompts, trained_rows
+        from esgrpo.hooks.verl import trained_prompts
 
         trained_prompts.tell(self)
         result = await original(self, *args, **kwargs)
         _epoch, batch = result
-        if batch is not None and "uid" in batch.non_tensor_batch:
-            self.esgrpo_untold = sorted(set(batch.non_tensor_batch["uid"]))
-            trained_rows.begin(self.esgrpo_untold, step=self.current_param_version + 1)
+        trained_prompts.taken(self, batch)
         return result
 
     return _get_samples_from_queue
 
 
 ANSWER_TIMEOUT_S = 120.0
+
+
+def taken(trainer, batch) -> None:
+    """The trainer has this batch, or none, for its next update."""
+    from esgrpo.hooks.verl import trained_rows
+
+    if batch is not None and "uid" in batch.non_tensor_batch:
+        trainer.esgrpo_untold = sorted(set(batch.non_tensor_batch["uid"]))
+        trained_rows.begin(trainer.esgrpo_untold, step=trainer.current_param_version + 1)
 
 
 def tell(trainer) -> None:
@@ -57,15 +64,19 @@ def tell(trainer) -> None:
 
 def wait(trainer) -> None:
     """Until the rollouter has heard everything. Raises what the rollouter raised."""
-    import sys
-
     import ray
-
-    from esgrpo.errors import EsgrpoError
 
     try:
         ray.get(trainer.__dict__.pop("esgrpo_telling", []), timeout=ANSWER_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError:
-        print(EsgrpoError("trained prompts", f"the rollouter is silent for {ANSWER_TIMEOUT_S:.0f} s", "an answer",
-                          "a restart from this checkpoint may train some prompts twice", "see the rollouter's log"),
-              file=sys.stderr, flush=True)
+        say_silent("the rollouter")
+
+
+def say_silent(who: str) -> None:
+    import sys
+
+    from esgrpo.errors import EsgrpoError
+
+    print(EsgrpoError("trained prompts", f"{who} is silent for {ANSWER_TIMEOUT_S:.0f} s", "an answer",
+                      "a restart from the next checkpoint may train some prompts twice", f"see the log of {who}"),
+          file=sys.stderr, flush=True)

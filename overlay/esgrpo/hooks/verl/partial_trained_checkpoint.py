@@ -1,0 +1,21 @@
+"""verl 0.7.0: before a checkpoint of the recipe, its rollouter has heard of all prompts that are in the weights."""
+
+from __future__ import annotations
+
+from esgrpo.engine import Hook, Release
+from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
+from esgrpo.hooks.verl.partial_taken_prompts import TRAINER
+from esgrpo.hooks.verl.trained_checkpoint import build as build
+
+HOOK = Hook(
+    slug="partial-trained-prompts-before-checkpoint",
+    target=f"{TRAINER}._save_checkpoint",
+    process=("trainer",),
+    kind="wrap",
+    why="as trained-prompts-before-checkpoint",
+    releases=(Release("verl", "==0.7.0", {"0.7.0": "f5c57c0069056c3e"}),),
+    remove_when="verl 0.7.0 is no longer supported",
+    features=("observe",),
+    relies_on=(f"{TRAINER}._check_save_checkpoint", f"{TRAINER}._trigger_parameter_sync_after_step"),
+    without=((LATER, ELSEWHERE),),
+)
