@@ -196,7 +196,7 @@ def doctor(arguments) -> int:
     if arguments.log is not None:
         answer = logs.read_file(arguments.log)
         print(json.dumps(logs.as_dict(answer), indent=2) if arguments.json else logs.render(answer))
-        return {"clean": 0, "notice": 1}.get(answer.state, 2)
+        return logs.EXIT_CODES[answer.state]
     findings = checks.check(environment.collect(environment.this_host()), _states_of_everything)
     if arguments.json:
         print(json.dumps([vars(finding) for finding in findings], indent=2))
@@ -244,9 +244,12 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("release", nargs="+", metavar="NAME==VERSION")
     sub.set_defaults(function=drift)
     sub = commands.add_parser("doctor", help="what is wrong with this environment, or with the run that left a log",
-                              description="Imports no upstream. Exit code, by the worst finding: 0: fine; 1: warnings, "
-                                          "or a harmless notice in the log; 2: errors, or a failure in the log.")
-    sub.add_argument("--log", metavar="FILE", help="recognise the failure in a training log; - reads standard input")
+                              description="Imports no upstream. Exit code, by the worst finding: 0: fine; 1: warnings; "
+                                          "2: errors. With --log: 0: clean; 1: a known cause; 3: an unknown failure, "
+                                          "with its most suspicious line; 4: unfinished, with no sign of an error; "
+                                          "5: unreadable; 6: empty; 2: no such file, or wrong arguments.")
+    sub.add_argument("--log", metavar="FILE", help="recognise the failure in a training log, plain or packed "
+                                                     "(gzip, bzip2, xz), UTF-8 or UTF-16; - reads standard input")
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(function=doctor)
     sub = commands.add_parser("explain", help="what a metric means: esgrpo explain count/staleness_samples",

@@ -90,7 +90,8 @@ def assert_works(python: Path) -> None:
     assert rows and rows == json.loads(checked(python, "-m", "esgrpo", "status", "--json"))
     assert checked(script, "run", "--", python, "-c", ASK) == "True\n"
     assert command(script, "run").returncode == 2
-    assert checked(script, "doctor", "--log", os.devnull).startswith("clean")
+    empty = command(script, "doctor", "--log", os.devnull)
+    assert (empty.returncode, empty.stdout.partition(":")[0]) == (6, "empty")
     assert {"python", "hooks"} <= {row["name"] for row in json.loads(command(script, "doctor", "--json").stdout)}
     broken = command(python, "-c", "print('goes on')", ESGRPO_ENABLE="1", PYTHONPATH=str(stub(python)))
     assert broken.stdout == "goes on\n" and broken.stderr.count("\n") == 1, broken.stderr

@@ -36,12 +36,16 @@ def interleaved(draw, lines):
     return mixed + draw(st.lists(st.sampled_from(NOISE), max_size=4))
 
 
+def failures(answer: logs.Answer) -> list[str]:
+    return [m.signature.slug for m in answer.matches if m.signature.weight != "notice"]
+
+
 @given(st.data())
 def test_the_answer_stays(data):
     slug, lines = data.draw(st.sampled_from(FAILURES))
     plain, mixed = logs.read(lines), logs.read(data.draw(interleaved(lines)))
     assert mixed.matches[0].signature.slug == slug
-    assert [m.signature.slug for m in mixed.matches] == [m.signature.slug for m in plain.matches]
+    assert failures(mixed) == failures(plain)
     assert mixed.matches[0].groups == plain.matches[0].groups
 
 
@@ -52,5 +56,6 @@ def test_the_innermost_exception_stays(mixed):
 
 
 @given(st.lists(st.sampled_from(NOISE), max_size=60))
-def test_clean_stays_clean(lines):
-    assert logs.read(lines) == logs.Answer()
+def test_what_went_well_has_no_failure(lines):
+    answer = logs.read(lines)
+    assert answer.state in ("clean", "unfinished", "empty") and not answer.innermost

@@ -41,7 +41,7 @@ def test_doctor_prints_no_escape_of_a_log(tmp_path, capsys):
     log = tmp_path / "log.txt"
     log.write_text("Traceback (most recent call last):\n  File \"x.py\", line 1, in <module>\n"
                    "ValueError: \x1b]0;owned\x07\x1b[2Jgone\n")
-    assert cli.main(["doctor", "--log", str(log)]) == 2
+    assert cli.main(["doctor", "--log", str(log)]) == 3
     out = capsys.readouterr().out
     assert "ValueError: gone" in out and all(line.isprintable() for line in out.splitlines())
     cli.main(["doctor", "--log", str(log), "--json"])

@@ -1,36 +1,36 @@
-"""Which known failure a training log holds: cause, fix, and who cures it. The failures are signatures.toml."""
+"""Which known failure a training log holds: cause, fix, and who cures it. The failures are signatures.toml.
+
+Only a log that ends as a finished run does, and in which nothing looks like an error, is called clean.
+"""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
-from esgrpo import compat
+from esgrpo import compat, language
+from esgrpo.doctor import signs, source
 from esgrpo.errors import EsgrpoError, plain
 
+try:  # the parser of regular expressions moved in Python 3.11; only their literal parts are asked for
+    from re import _parser as regex_parser
+except ImportError:
+    import sre_parse as regex_parser
+
 FILE = Path(__file__).with_name("signatures.toml")
-WEIGHTS = ("root", "effect", "symptom", "notice")  # see signatures.toml
+TEXTS = Path(__file__).with_name("texts.toml")
+WEIGHTS = ("before", "root", "effect", "symptom", "notice")  # see signatures.toml
+# what a log can be, and the exit code of each; 2 is what all commands use where they cannot work
+EXIT_CODES = {"clean": 0, "known": 1, "unknown": 3, "unfinished": 4, "unreadable": 5, "empty": 6}
 SHOWN = 160  # characters of a log line in the answer
-_COLOUR = re.compile(r"\x1b?\[\d*(?:;\d+)*m")
-# what Ray, vLLM, torchrun and time-stamping wrappers put in front of a line, in any order and number
-_PREFIX = re.compile(r"""
-    \((?:\w[^()]*\s)?pid=\d+[^()]*\)\s? | \(raylet[^()]*\)\s?
-  | \[rank\d+\]:\s? | (?:worker|node)-?\d+:\s
-  | \[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?\s
-  | (?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\s\d\d-\d\d\s\d\d:\d\d:\d\d\s\[?[\w./]+:\d+\]\s?""", re.VERBOSE)
-_REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
-_TRACEBACK = "Traceback (most recent call last):"
-_CHAINED = ("The above exception was", "During handling of the above exception")
-_EXCEPTION = re.compile(r"(?:\w+\.)*(?!\w*Warning\b)[A-Z]\w*[a-z]\w*(?:: .*|:)?$")
-_BY_ITS_NAME = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt|Timeout|Cancelled)(?:: .*|:)?$")
-_IGNORED = ("Exception ignored in", "--- Logging error ---")
-# ends of a process that leave no traceback
-_FATAL = re.compile(r"Fatal Python error: |Segmentation fault|\*\*\* SIG(?:SEGV|ABRT|BUS|FPE|ILL) received|Killed$"
-                    r"|\S+: line \d+:\s+\d+ (?:Killed|Aborted|Segmentation fault)|(?:ERROR|error): |\S+: Error while ")
+BATCH = 2_000  # lines that are looked at together
+JOINED = 50  # suspicious lines that are also read together with the line after them: terminals and editors wrap
+# parts that failures' lines share: a pattern is only tried on lines that have its part, and these few are found fast
+SHARED = ("rror", "ailed", "xception", "not found", "equire", "upport", "must be", "annot ", "imeout", "imed out")
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,30 @@ class Match:
 
 @dataclass
 class Answer:
-    """Matches, best first, and the innermost exception that no signature knows ("" without one)."""
+    """Matches, best first; the innermost exception, else the most suspicious line, that no signature knows ("" without
+    one); and how the log ends."""
 
     matches: list[Match] = field(default_factory=list)
     innermost: str = ""
     line: int = 0
+    lines: int = 0
+    finished: bool = False
+    last: str = ""
+    hint: str = ""  # a line that may only be a warning; it makes no log suspicious
+    packed: str = ""
+    problem: str = ""
 
     @property
     def state(self) -> str:
+        if self.problem and not self.lines:
+            return "unreadable"
         if self.matches and self.matches[0].signature.weight != "notice":
             return "known"
-        return "unknown" if self.innermost else "notice" if self.matches else "clean"
+        if self.innermost:
+            return "unknown"
+        if not self.last:
+            return "empty"
+        return "clean" if self.finished and not self.problem else "unfinished"
 
 
 @cache
@@ -95,109 +108,178 @@ def signatures() -> tuple[Signature, ...]:
     return tuple(found)
 
 
-def bare(line: str) -> tuple[str, str]:
-    """(who printed it, the line without prefixes and colours); the indent of the line stays."""
-    line = _COLOUR.sub("", line.rstrip("\r\n").rpartition("\r")[2])
-    prefixes = []
-    while (prefix := _PREFIX.match(line)) and prefix.end():
-        if "pid=" in prefix.group() or "rank" in prefix.group():  # a time stamp is nobody
-            prefixes.append(prefix.group().strip())
-        line = line[prefix.end():]
-    return " ".join(prefixes), _REPEATED.sub("", line)
+def literal(pattern: re.Pattern) -> str:
+    """What every line has that this pattern finds: one of SHARED where it can be, else the longest part; maybe ""."""
+    parts, part = [], ""
+    for code, value in regex_parser.parse(pattern.pattern):
+        if str(code) == "LITERAL":
+            part += chr(value)
+        else:
+            parts.append(part)
+            part = ""
+    parts.append(part)
+    return next((word for word in SHARED for part in parts if word in part), max(parts, key=len))
 
 
-class _Chains:
-    """Tracebacks of one process; of each chain of causes the first exception is the innermost."""
+def _by_word() -> dict[str, list[tuple[re.Pattern, Signature]]]:
+    """Patterns by what a line must have for them; the signs need lines, too."""
+    words: dict[str, list[tuple[re.Pattern, Signature]]] = {word: [] for word in signs.WORDS}
+    for signature in signatures():
+        for pattern in signature.patterns:
+            words.setdefault(literal(pattern), []).append((pattern, signature))
+    return words
+
+
+class _Reader:
+    """One pass over a log."""
 
     def __init__(self):
-        self.inside = self.found = self.ignored = self.after_frame = False
-        self.innermost: list[tuple[int, str]] = []
+        self.words = _by_word()
+        self.first: dict[str, Match] = {}
+        self.chains: dict[str, signs.Chains] = {}
+        self.suspects: list[tuple[float, int, str]] = []  # rank, line, text
+        self.last = ""
+        self.recent: list[str] = []
+        self.joined = self.lines = self.finished = self.working = 0
 
-    def feed(self, number: int, text: str) -> None:
-        if text.startswith(_IGNORED):
-            self.ignored = True
-        elif text.startswith(_CHAINED):
-            self.inside = True  # what follows is only how the exception was passed on
-        elif text.startswith(_TRACEBACK):
-            self.inside, self.found = True, self.inside and self.found
-        elif self.inside and text[:1].isspace():
-            self.after_frame = True
+    def batch(self, lines: list[str]) -> None:
+        block = signs.without_colours("\n".join(line.rstrip("\r\n") for line in lines))
+        lines = block.split("\n")
+        self.last = next((line.strip() for line in reversed(lines) if line.strip()), self.last)
+        self.recent = self.recent[-BATCH // 4:] + lines if len(lines) < BATCH // 4 else lines
+        here = [word for word in self.words if word in block]
+        found: dict[int, list[str]] = {}
+        for word in here:
+            for index in (index for index, line in enumerate(lines) if word in line):
+                found.setdefault(index, []).append(word)
+        if signs.TRACEBACK in block or "[prompt]" in block or any(chain.open for chain in self.chains.values()):
+            wanted: Iterable[int] = range(len(lines))
+        else:
+            wanted = sorted(found)
+        for index in wanted:
+            line = lines[index]
+            for part in line.split("\r") if "\r" in line else (line,):
+                self._line(self.lines + index + 1, part, found.get(index, ()), lines[index + 1:index + 2])
+        self.lines += len(lines)
+
+    def _line(self, number: int, line: str, words: Iterable[str], following: list[str]) -> None:
+        who, level, text = signs.bare(line)
+        chain = self.chains.get(who)
+        if chain is None:
+            chain = self.chains[who] = signs.Chains()
+        ignored = chain.ignored  # this line may be the last of what Python ignored
+        chain.feed(number, text)
+        if chain.quoting or not words:
             return
-        elif self.inside and text and "ray::" not in text:  # that is a wrapper, the frames of the other process follow
-            self._unindented(number, text)
-        self.after_frame = False
+        known = [signature for word in words for signature in self._matches(number, text, self.words[word])]
+        self._progress(number, text)
+        if known:
+            return
+        rank = signs.sign(level, text, words)
+        if rank is None:
+            return
+        if following and self.joined < JOINED:
+            self.joined += 1
+            start = text.rstrip()
+            both = f"{start} {signs.bare(following[0])[2].strip()}"
+            if any([self._matches(number, both, self.words[word], len(start)) for word in self.words if word in both]):
+                return
+        if not ignored:
+            self.suspects.append((rank, number, text))
+            if len(self.suspects) > BATCH:  # of a log full of errors the first of each rank are enough
+                self.suspects = sorted(self.suspects, key=lambda suspect: (-suspect[0], suspect[1]))[:BATCH // 2]
 
-    def _unindented(self, number: int, text: str) -> None:
-        """The exception; or, where other lines of this process came between, only what is called like one."""
-        if (_EXCEPTION if self.after_frame else _BY_ITS_NAME).match(text):
-            if not self.found and not self.ignored:
-                self.innermost.append((number, text))
-            self.found, self.inside, self.ignored = True, False, False
+    def _matches(self, number: int, text: str, patterns: list[tuple[re.Pattern, Signature]],
+                 over: int | None = None) -> list[Signature]:
+        """Signatures that find this line; with `over` only those that need what stands on both sides of it."""
+        found = []
+        for pattern, signature in patterns:  # one by one: re finds what begins with plain text faster than a|b|c
+            hit = pattern.search(text)
+            if hit and (over is None or hit.start() < over < hit.end()):
+                seen = self.first.get(signature.slug) or Match(signature, number, text.strip(), {})
+                self.first[signature.slug] = replace(seen, groups={**hit.groupdict(), **seen.groups}, last=number,
+                                                     count=seen.count + (seen.last != number))
+                found.append(signature)
+        return found
+
+    def _progress(self, number: int, text: str) -> None:
+        if any(word in text and pattern.search(text) for word, pattern in signs.FINISHED):
+            self.finished = number
+        elif signs.WORKING[0] in text and signs.WORKING[1].search(text):
+            self.working = number
+
+    def answer(self) -> Answer:
+        matches = sorted(self.first.values(), key=lambda m: (WEIGHTS.index(m.signature.weight), m.line))
+        patterns = [pattern for signature in signatures() for pattern in signature.patterns]
+        ends = [(who == "", *found) for who, chain in self.chains.items() for found in chain.innermost]
+        # a traceback that the log leaves open says more than what processes only logged
+        suspects = self.suspects + [(signs.LOGGED + .5, *chain.cut_off) for chain in self.chains.values()
+                                    if chain.cut_off[0]]
+        # the driver's last exception, else the last of any process, else the most suspicious line, the first of these
+        ends = [found[1:] for found in sorted(ends, reverse=True)]
+        ends += [found[1:] for found in sorted(suspects, key=lambda suspect: (-suspect[0], suspect[1]))]
+        line, innermost = next(((line, text) for line, text in ends if not any(p.search(text) for p in patterns)),
+                               (0, ""))
+        return Answer(matches, innermost, line, self.lines, self.finished > self.working, self.last,
+                      signs.hint(self.recent))
 
 
 def read(lines: Iterable[str]) -> Answer:
     """What a log says, in one pass over its lines."""
-    patterns = [(pattern, signature) for signature in signatures() for pattern in signature.patterns]
-    first: dict[str, Match] = {}
-    chains: dict[str, _Chains] = {}
-    fatal = (0, "")
-    for number, raw in enumerate(lines, 1):
-        who, text = bare(raw)
-        chains.setdefault(who, _Chains()).feed(number, text)
-        if not fatal[0] and _FATAL.match(text):
-            fatal = number, text
-        for pattern, signature in patterns:  # one by one: re finds what begins with plain text much faster than a|b|c
-            if hit := pattern.search(text):
-                seen = first.get(signature.slug) or Match(signature, number, text.strip(), {})
-                first[signature.slug] = replace(seen, groups={**hit.groupdict(), **seen.groups}, last=number,
-                                                count=seen.count + (seen.last != number))
-    matches = sorted(first.values(), key=lambda m: (WEIGHTS.index(m.signature.weight), m.line))
-    ends = [(who == "", *found) for who, chain in chains.items() for found in chain.innermost]
-    # the driver's last exception, else the last of any process, else the first other sign of an end
-    ends = [found[1:] for found in sorted(ends, reverse=True)] + [fatal]
-    unknown = [(line, text) for line, text in ends if not any(pattern.search(text) for pattern, _ in patterns)]
-    line, innermost = unknown[0] if unknown else (0, "")
-    return Answer(matches, innermost, line)
-
-
-def render(answer: Answer) -> str:
-    """The lines cause:, fix:, cured by: of the first match, the others in one line each."""
-    state = answer.state
-    if state == "clean":
-        return "clean: no known failure and no exception"
-    unknown = f"innermost: {answer.innermost[:SHOWN]} (line {answer.line})"
-    if state == "unknown":
-        lines = ["unknown: no signature knows this failure", unknown]
-        rest = answer.matches
-    else:
-        best, rest = answer.matches[0], answer.matches[1:]
-        lines = [f"{best.signature.slug} (line {best.line}, {best.count}x): {best.text[:SHOWN]}",
-                 f"cause: {best.filled(best.signature.cause)}",
-                 f"fix: {best.filled(best.signature.fix)}",
-                 f"cured by: {'; '.join(best.signature.cured_by) or 'none'}",
-                 f"seen in: {', '.join(best.signature.evidence)}"]
-        if best.signature.weight != "root" and answer.innermost:
-            lines.append(unknown)
-    return "\n".join(map(plain, lines + [f"also ({m.signature.weight}): {m.signature.slug} (line {m.line}): "
-                              f"{m.filled(m.signature.cause)}" for m in rest]))
-
-
-def as_dict(answer: Answer) -> dict:
-    return {"state": answer.state, "innermost": answer.innermost, "line": answer.line, "matches": [
-        {"slug": m.signature.slug, "weight": m.signature.weight, "line": m.line, "count": m.count, "text": m.text,
-         "cause": m.filled(m.signature.cause), "fix": m.filled(m.signature.fix),
-         "cured_by": list(m.signature.cured_by), "evidence": list(m.signature.evidence)} for m in answer.matches]}
+    reader, rest = _Reader(), iter(lines)
+    while batch := list(islice(rest, BATCH)):
+        reader.batch(batch)
+    return reader.answer()
 
 
 def read_file(name: str) -> Answer:
-    """A file, or standard input as "-". Raises EsgrpoError when it cannot be read."""
-    if name == "-":
-        if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text must not end the doctor
-            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-        return read(sys.stdin)
-    try:
-        with open(name, encoding="utf-8", errors="replace") as file:
-            return read(file)
-    except OSError as error:
-        raise EsgrpoError("doctor --log", f"{name}: {error.strerror}", "a readable log", "nothing was looked at",
-                          "give the file, or - for standard input") from None
+    """A file, plain or packed, or standard input as "-". Raises EsgrpoError when it cannot be opened."""
+    with source.opened(name) as raw:
+        try:
+            opened = source.Source(raw)
+        except source.Unreadable as error:
+            return Answer(problem=str(error))
+        answer = read(opened)
+        return replace(answer, packed=opened.packed, problem=opened.cut)
+
+
+def _say(name: str, **values) -> str:
+    return language.texts(TEXTS, name, **values)
+
+
+def _explained(match: Match) -> str:
+    """Cause alone, or cause and fix in Chinese."""
+    return match.filled(match.signature.zh if language.spoken() == "zh" else match.signature.cause)
+
+
+def render(answer: Answer) -> str:
+    """What is wrong; of the best match the lines cause:, fix:, cured by:, of others one line each; what was read."""
+    state, rest = answer.state, answer.matches
+    unknown = _say("innermost", text=answer.innermost[:SHOWN], line=answer.line)
+    if state == "known":
+        best, rest = answer.matches[0], answer.matches[1:]
+        lines = [_say("found", slug=best.signature.slug, line=best.line, count=best.count, text=best.text[:SHOWN]),
+                 _say("cause", text=_explained(best)), _say("fix", text=best.filled(best.signature.fix)),
+                 _say("cured", text="; ".join(best.signature.cured_by) or _say("none")),
+                 _say("seen", text=", ".join(best.signature.evidence))]
+        if best.signature.weight not in ("before", "root") and answer.innermost:
+            lines.append(unknown)
+    else:
+        lines = [_say(state, problem=answer.problem)]
+        lines += {"unknown": [unknown], "unfinished": [_say("last", text=answer.last[:SHOWN], line=answer.lines)]
+                  + [_say("hint", text=answer.hint[:SHOWN])] * bool(answer.hint)}.get(state, [])
+    lines += [_say("also", weight=m.signature.weight, slug=m.signature.slug, line=m.line, text=_explained(m))
+              for m in rest]
+    if state != "unreadable":
+        lines.append(_say("read", lines=answer.lines, packed=_say("packed", packed=answer.packed) * bool(answer.packed),
+                          cut=_say("cut", problem=answer.problem) * bool(answer.problem)))
+    return "\n".join(plain(line) for line in lines if line)
+
+
+def as_dict(answer: Answer) -> dict:
+    return {"state": answer.state, "innermost": answer.innermost, "line": answer.line, "lines": answer.lines,
+            "finished": answer.finished, "last": answer.last, "hint": answer.hint, "packed": answer.packed,
+            "problem": answer.problem, "matches": [
+        {"slug": m.signature.slug, "weight": m.signature.weight, "line": m.line, "count": m.count, "text": m.text,
+         "cause": m.filled(m.signature.cause), "fix": m.filled(m.signature.fix), "zh": m.filled(m.signature.zh),
+         "cured_by": list(m.signature.cured_by), "evidence": list(m.signature.evidence)} for m in answer.matches]}
