@@ -35,7 +35,7 @@ from bench import arm, compare, stack
 from bench.quickstart import ROOT, VALIDATION_PROMPTS, common_overrides, cpu_model, print_table, say
 from bench.startup import commit
 from bench.testbed import make_data
-from esgrpo.report.tables import baseline_of, ratios, spread
+from esgrpo.tools.report.tables import baseline_of, ratios, spread
 
 SEGMENT = "+actor_rollout_ref.rollout.segment"
 SEGMENT_LENGTH = 64  # tokens; responses of the testbed end between 20 and 512

@@ -6,12 +6,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from esgrpo import decided
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
 from esgrpo.algo.terms import Outcome
 from esgrpo.records import read
-from esgrpo.report import runs
-from esgrpo.report.runs import HOLD, time_to_target
+from esgrpo.tools import decided
+from esgrpo.tools.report import runs
+from esgrpo.tools.report.runs import HOLD, time_to_target
 
 # Held-out reward that all arms of a comparison race to, by scale and task of the testbed: a tenth above the start
 # model's, which was 0.50 (small, search), 0.52 (small, chain) and 0.42 (large) in the mean of 82, 21 and 18 first
@@ -40,7 +40,7 @@ class Result:
     effective_per_s: float
     tail_ratio: float
     lengths: list[int]
-    curves: dict  # of esgrpo.report.runs
+    curves: dict  # of esgrpo.tools.report.runs
     states: dict[str, int]
     pruned: int
     partial: int

@@ -12,9 +12,10 @@ import re
 import sys
 from pathlib import Path
 
-from esgrpo import compat, patchset
+from esgrpo import compat
 from esgrpo.config import Segment
-from esgrpo.doctor import checks, logs
+from esgrpo.tools import patchset
+from esgrpo.tools.doctor import checks, logs
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = (ROOT / "README.md", ROOT / "README_zh.md")

@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.quickstart import TESTBED, cpu_model
 from bench.startup import commit
-from esgrpo.report.tables import spread
+from esgrpo.tools.report.tables import spread
 
 RESULT = Path(__file__).parent / "results" / "output_cost.json"
 FIRST_TOKEN = 3  # of the testbed's vocabulary that is no chat token

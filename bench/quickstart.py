@@ -18,9 +18,9 @@ from pathlib import Path
 from bench import arm, compare, stack
 from bench.startup import commit
 from bench.testbed import make_data
-from esgrpo.report import main as write_page
-from esgrpo.report import plots
-from esgrpo.report.training_figures import comparison_panels
+from esgrpo.tools.report import main as write_page
+from esgrpo.tools.report import plots
+from esgrpo.tools.report.training_figures import comparison_panels
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTBED = ROOT / "bench" / "testbed"

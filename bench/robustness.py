@@ -44,7 +44,7 @@ from bench.quickstart import ROOT, TESTBED, common_overrides, say
 from bench.startup import commit
 from bench.testbed.task import MAX_RESPONSE_TOKENS, TASKS
 from esgrpo.records import read
-from esgrpo.report.tables import spread
+from esgrpo.tools.report.tables import spread
 
 ACTOR, REWARD = "actor_rollout_ref.actor", "+reward.reward_kwargs"
 OVERLONG_TOKENS = 128  # at the end of the budget, in which the penalty grows from 0 to 1

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "overlay"))
 
-from esgrpo import apply, patchset, upstreams  # noqa: E402
-from esgrpo.patchset import NO_FILE, NONE, PatchError  # noqa: E402
+from esgrpo.tools import apply, patchset, upstreams  # noqa: E402
+from esgrpo.tools.patchset import NO_FILE, NONE, PatchError  # noqa: E402
 
 MAXIMUM_PATCHES_A_FILE = 6  # 64 subsets
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from ci.matrix import cells
 from ci.matrix.cells import FAIL, KINDS, NOT_RUN, PASS, ROOT, Outcome
-from esgrpo import compat, upstreams
+from esgrpo import compat
+from esgrpo.tools import upstreams
 
 MEMORY_RESERVE = 2 * cells.GIB  # for everything else on the machine
 PROGRESS_PERIOD_S = 15.0

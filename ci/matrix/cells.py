@@ -16,8 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 from ci.matrix import vllm_environment
-from esgrpo import apply, engine, fingerprint, patchset, upstreams
+from esgrpo import engine, fingerprint
 from esgrpo.compat import Tested
+from esgrpo.tools import apply, patchset, upstreams
 
 ROOT = Path(__file__).resolve().parents[2]
 PASS, FAIL, NOT_RUN = "pass", "fail", "not run"
@@ -225,7 +226,7 @@ def pytest_run(arguments: list[str], environment: dict[str, str]) -> Outcome:
 _HOOKS = ("overlay/esgrpo/**/*.py", "ci/matrix/*.py")
 _TRAINING = (*_HOOKS, "bench/*.py", "bench/testbed/**/*", "ci/tests/e2e/*.py")
 KINDS = {
-    "apply": Kind(apply_only, ("patches/**/*", "overlay/esgrpo/patchset.py", "overlay/esgrpo/apply.py",
+    "apply": Kind(apply_only, ("patches/**/*", "overlay/esgrpo/tools/patchset.py", "overlay/esgrpo/tools/apply.py",
                                "ci/matrix/cells.py"), GIB // 2, fast=True),
     "hooks": Kind(hooks_contract, (*_HOOKS, "patches/**/*"), GIB // 2, fast=True),
     "scheduler": Kind(scheduler_contract, _HOOKS, 3 * GIB, fast=True),

@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from esgrpo import upstreams
 from esgrpo.errors import EsgrpoError
+from esgrpo.tools import upstreams
 
 ROOT = Path(__file__).resolve().parents[2]
 # vLLM < 0.20 imports both at start-up

@@ -7,8 +7,8 @@ import json
 import os
 import sys
 
-from esgrpo import language
 from esgrpo.errors import EsgrpoError
+from esgrpo.tools import language
 
 OVERLAY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -138,7 +138,7 @@ def status(arguments) -> int:
         if arguments.run_dir is None:
             raise EsgrpoError("status --books", "no RUN_DIR", "esgrpo status RUN_DIR --books", "nothing to settle",
                               "give the run directory (trainer.default_local_dir)")
-        from esgrpo import books
+        from esgrpo.tools import books
 
         return books.main(arguments.run_dir, arguments.json)
     if arguments.run_dir is None:
@@ -151,7 +151,7 @@ def status(arguments) -> int:
                             for r in rows])
         fine = {state.value for state in engine.ACCEPTED | {engine.State.PENDING}}
         return 0 if all(r["state"] in fine for r in rows) else 1
-    from esgrpo import decided
+    from esgrpo.tools import decided
 
     reports = _run_states(arguments.run_dir)
     modules = decided.of_directory(arguments.run_dir, reports)
@@ -170,7 +170,7 @@ def status(arguments) -> int:
 
 
 def drift(arguments) -> int:
-    from esgrpo import drift as comparison
+    from esgrpo.tools import drift as comparison
 
     return comparison.main(arguments.release)
 
@@ -191,7 +191,7 @@ def _states_of_everything() -> list[dict]:
 
 def doctor(arguments) -> int:
     """Look at this environment, or at a log; the exit code is the worst finding."""
-    from esgrpo.doctor import checks, environment, logs
+    from esgrpo.tools.doctor import checks, environment, logs
 
     if arguments.log is not None:
         answer = logs.read_file(arguments.log)
@@ -207,19 +207,19 @@ def doctor(arguments) -> int:
 
 
 def explain(arguments) -> int:
-    from esgrpo.explain import report
+    from esgrpo.tools.explain import report
 
     return report.main(arguments)
 
 
 def lint(arguments) -> int:
-    from esgrpo.lint import check
+    from esgrpo.tools.lint import check
 
     return check.main(arguments)
 
 
 def report(arguments) -> int:
-    from esgrpo.report import main as write
+    from esgrpo.tools.report import main as write
 
     return write(arguments.directory, arguments.out, arguments.trace)
 

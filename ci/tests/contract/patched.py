@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from esgrpo import upstreams
+from esgrpo.tools import upstreams
 
 PATCHES = Path(__file__).resolve().parents[3] / "patches"
 _TOUCHED = re.compile(r"^(?:---|\+\+\+) [ab]/(\S+)$", re.MULTILINE)

@@ -243,7 +243,8 @@ def main():
     answer = {"trained": {str(number): times for number, times in counts.items()}, "names": names,
               "shipped": shipped(directory)}
     if hooked:
-        from esgrpo import books, records
+        from esgrpo import records
+        from esgrpo.tools import books
 
         records.flush()
         (found,), _ = books.of_directory(str(directory))

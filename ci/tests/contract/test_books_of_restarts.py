@@ -16,8 +16,9 @@ from ci.tests.contract import prompt_owners as owners  # noqa: E402
 from ci.tests.contract.test_prompt_sampler_hooks import v1_trainer  # noqa: E402
 from ci.tests.contract.test_prompts_in_flight import PROMPTS, rollouter_of, train  # noqa: E402
 from ci.tests.contract.test_replaced_groups import rollouter_class  # noqa: E402, F401
-from esgrpo import books, records  # noqa: E402
+from esgrpo import records  # noqa: E402
 from esgrpo.hooks.verl import in_flight, trained_rows, v1_drawn  # noqa: E402
+from esgrpo.tools import books  # noqa: E402
 
 STARTS = (1, 2, 1, PROMPTS)  # checkpoints after which a start dies; the last one ends
 

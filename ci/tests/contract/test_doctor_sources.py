@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ci.tests.contract import patched
-from esgrpo.doctor import environment
+from esgrpo.tools.doctor import environment
 
 CASES = {("verl", "v0.7.0"): {"sync-weights-over-stateless-group", "derive-npu-uuid-from-visible-devices",
                               "default-flash-attention-under-mindspeed"},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ci.tests.contract.patched import pristine
-from esgrpo.explain import report
+from esgrpo.tools.explain import report
 
 VERSIONS = ("0.7.0", "0.9.0", "0.9.1")  # those in which the overlay runs
 GROUPS = r"(static|count|monitor|partial|processing_time|rollouter|trainer)/"

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from ci.tests.contract.patched import pristine
-from esgrpo import cli, upstreams
-from esgrpo.lint import check, release
-from esgrpo.lint.script import Script
+from esgrpo import cli
+from esgrpo.tools import upstreams
+from esgrpo.tools.lint import check, release
+from esgrpo.tools.lint.script import Script
 
 pytest.importorskip("hydra")
 ROOT = Path(__file__).resolve().parents[3]
@@ -187,7 +188,7 @@ def test_contradictions(with_overrides, override):
     (None, 256, None, "data.train_batch_size"), (None, 64, None, None)])
 def test_calls_of_a_weight_sync_need_a_slot_of_the_server(concurrent, batch, segment, named):
     """8 responses a prompt on one replica whose actor runs 1,024 + 16 calls at once."""
-    from esgrpo.lint import rules
+    from esgrpo.tools.lint import rules
 
     values = {"actor_rollout_ref": {"rollout": {"n": 8, "max_num_seqs": 1024, "tensor_model_parallel_size": 2,
                                                 "segment": segment}},

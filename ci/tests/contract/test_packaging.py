@@ -128,7 +128,7 @@ def test_wheel_install(wheel, tmp_path, python):
     inside = fresh(tmp_path / "venv", python)
     install(inside, wheel)
     assert_works(inside)
-    listed = checked(inside, "-m", "esgrpo.apply", "--list")
+    listed = checked(inside, "-m", "esgrpo.tools.apply", "--list")
     assert "verl v0.9.1" in listed and "  resume-without-sleep: " in listed
     checked(sys.executable, "-m", "pip", "--python", inside, "uninstall", "--yes", "--quiet", "esgrpo")
     assert not list((tmp_path / "venv").rglob("esgrpo*"))

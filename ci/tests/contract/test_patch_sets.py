@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ci.tests.contract import patch_tree, patched
-from esgrpo import apply, engine, fingerprint, patchset
+from esgrpo import engine, fingerprint
+from esgrpo.tools import apply, patchset
 
 ROOT = Path(__file__).resolve().parents[3]
 SETS = patchset.load_all(ROOT / "patches")

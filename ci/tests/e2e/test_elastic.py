@@ -22,9 +22,9 @@ from ci.tests.e2e.test_fully_async import (
     metrics_of,
     overrides,
 )
-from esgrpo import decided
 from esgrpo.algo import decisions
 from esgrpo.records import read
+from esgrpo.tools import decided
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 

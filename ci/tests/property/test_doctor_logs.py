@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esgrpo.doctor import logs
+from esgrpo.tools.doctor import logs
 
 LOGS = Path(__file__).resolve().parents[1] / "unit" / "logs"
 NOISE = [line for path in sorted((LOGS / "clean").glob("*.txt")) for line in path.read_text().splitlines()]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esgrpo import apply, patchset
+from esgrpo.tools import apply, patchset
 
 _spec = importlib.util.spec_from_file_location("patch_sets", Path(__file__).with_name("patch_sets.py"))
 patch_sets = importlib.util.module_from_spec(_spec)

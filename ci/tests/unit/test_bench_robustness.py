@@ -8,7 +8,7 @@ import os
 import pytest
 
 from bench import ablation, robustness, stack
-from esgrpo.report import load, tables, training_figures
+from esgrpo.tools.report import load, tables, training_figures
 
 SEGMENT = ablation.SEGMENT.lstrip("+")
 LOSS, BYPASS = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"

@@ -129,7 +129,7 @@ def test_books_that_balance(run_dir, capsys, reissued):
 def test_the_report_counts_what_was_trained_once(run_dir):
     """Joined by group and member alone, all four responses were trained."""
     from esgrpo.algo.accounting import token_balance
-    from esgrpo.report import runs
+    from esgrpo.tools.report import runs
 
     two_starts(run_dir, reissued=True)
     rows = runs.with_fates(run_dir, 0.0, float("inf"))

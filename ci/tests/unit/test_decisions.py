@@ -11,7 +11,7 @@ import pytest
 
 from bench import compare
 from ci.tests.property.rollout_fakes import new_driver, seat_of
-from esgrpo import cli, config, decided, records
+from esgrpo import cli, config, records
 from esgrpo.algo import decisions, rollout
 from esgrpo.algo.decisions import Run, of_rows, table
 from esgrpo.algo.history import PromptHistory
@@ -19,6 +19,7 @@ from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing_order import inversions, longest_first
 from esgrpo.algo.rows import Decisions
 from esgrpo.hooks.verl import decision_counts, group_driver, token_outputs
+from esgrpo.tools import decided
 
 ON = {"enable": True, "history": {"enable": True}}
 ROUTING = {**ON, "routing": {"enable": True}}

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from esgrpo import cli, engine
-from esgrpo.doctor import checks, environment
-from esgrpo.doctor.environment import Devices, Host, Ran
+from esgrpo.tools.doctor import checks, environment
+from esgrpo.tools.doctor.environment import Devices, Host, Ran
 
 HEAD = """\
 +------------------------------------------------------------------------------------------------+

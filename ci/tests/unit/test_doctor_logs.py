@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from esgrpo import cli, engine, patchset, records
+from esgrpo import cli, engine, records
 from esgrpo.algo.rows import Evicted
-from esgrpo.doctor import logs
 from esgrpo.errors import EsgrpoError
 from esgrpo.hooks.verl import state_files
+from esgrpo.tools import patchset
+from esgrpo.tools.doctor import logs
 
 LOGS = Path(__file__).with_name("logs")
 FAILED = {path.stem: path for path in sorted((LOGS / "failed").glob("*.txt"))}  # tracebacks of a user's diary, whole

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esgrpo import cli
-from esgrpo.doctor import logs
 from esgrpo.errors import ConfigError, EsgrpoError, plain
+from esgrpo.tools.doctor import logs
 
 ESCAPES = ["\x1b[31m", "\x1b[2J", "\x1b]0;title\x07", "\x1b]8;;http://x\x1b\\", "\x1bc", "\x9b2J", "\x07", "\r",
            "\x00", "\u202e"]

@@ -9,10 +9,10 @@ import pytest
 
 from esgrpo import cli
 from esgrpo.algo import accounting, calibration, carry_over, decisions, prompt_sampling, routing
-from esgrpo.explain import report
 from esgrpo.hooks.verl import trained_rows
+from esgrpo.tools.explain import report
 
-OVERLAY = Path(report.__file__).resolve().parents[1]
+OVERLAY = Path(report.__file__).resolve().parents[2]
 FIELDS = {"means", "formula", "where", "healthy", "change"}
 # the statistics that the issue quotes, as Ray prints them
 NOTES = "\n".join(f"(FullyAsyncRollouter pid=2089415)  '{name}': {value}," for name, value in {

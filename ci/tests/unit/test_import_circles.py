@@ -59,3 +59,10 @@ def test_a_circle_is_found_however_it_is_written(tmp_path, text):
     assert circle(made) == []
     (made / "two.py").write_text(text)
     assert set(circle(made)) == {"made.one", "made.two"}
+
+
+def test_a_run_imports_nothing_of_what_a_person_asks_for_beside_it():
+    known = modules(PACKAGE)
+    inside = {name for name in known if name.startswith("esgrpo.tools")}
+    asking = {name for name, path in known.items() if imported(name, path, known) & inside}
+    assert asking - inside == {"esgrpo.cli"}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from esgrpo import cli, language
+from esgrpo import cli
+from esgrpo.tools import language
 
 
 @pytest.mark.parametrize("option, environment, wanted", [

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from esgrpo.lint.expansion import is_unknown
-from esgrpo.lint.script import Script
+from esgrpo.tools.lint.expansion import is_unknown
+from esgrpo.tools.lint.script import Script
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
 STUB = 'python3() { printf "%s\\0" "$@"; }\n'

@@ -8,7 +8,7 @@ import pytest
 
 from bench import ablation, compare, quickstart, robustness, train
 from ci.tests.unit.test_bench_robustness import write_run
-from esgrpo.report import load, sections, tables
+from esgrpo.tools.report import load, sections, tables
 
 SEEDS = ("1", "2")
 

@@ -12,7 +12,7 @@ import pytest
 
 from bench import ablation
 from esgrpo import cli
-from esgrpo.report import headline, load, policy_tables, sections, tables
+from esgrpo.tools.report import headline, load, policy_tables, sections, tables
 
 pytest.importorskip("matplotlib")
 MEASURES = {"effective tokens/s": 100.0, "decoded tokens/s": 200.0, "time to target, s": 30.0, "bubble rate": 0.5,
@@ -296,7 +296,7 @@ def test_study_ranks_modules_and_says_where_there_is_no_gain(tmp_path):
 def test_two_seeds_are_drawn_with_their_last_evaluations():
     from matplotlib.figure import Figure
 
-    from esgrpo.report.training_figures import _reward_line
+    from esgrpo.tools.report.training_figures import _reward_line
 
     seeds = [{"evaluations": [[0.0, 0.4], [last, 0.6]], "target": 0.5} for last in (100.0, 120.0, 140.0)]
     for count, drawn in ((1, 2), (2, 2), (3, 1)):  # one with its target, two as they are, three as their median
@@ -308,7 +308,7 @@ def test_two_seeds_are_drawn_with_their_last_evaluations():
 
 
 def test_a_measure_without_a_ratio_has_no_panel():
-    from esgrpo.report.training_figures import _ratios
+    from esgrpo.tools.report.training_figures import _ratios
 
     def record(target):
         runs = {"effective tokens/s": 2.0, "time to target, s": target}

@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from esgrpo import cli
-from esgrpo.report import runs, trace
-from esgrpo.report.trace import Moment, Stay
+from esgrpo.tools.report import runs, trace
+from esgrpo.tools.report.trace import Moment, Stay
 
 NEEDED = {"M": {"name", "pid", "args"}, "X": {"name", "ts", "dur", "pid", "tid"},
           "i": {"name", "ts", "pid", "tid", "s"}, "C": {"name", "ts", "pid", "args"}}  # of the trace event format

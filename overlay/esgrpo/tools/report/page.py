@@ -7,10 +7,10 @@ import html
 from itertools import count
 from pathlib import Path
 
-from esgrpo.report.files import write_whole
-from esgrpo.report.load import NOT_RECORDED, Record
-from esgrpo.report.sections import Block, Content, shape_of
-from esgrpo.report.tables import Table
+from esgrpo.tools.report.files import write_whole
+from esgrpo.tools.report.load import NOT_RECORDED, Record
+from esgrpo.tools.report.sections import Block, Content, shape_of
+from esgrpo.tools.report.tables import Table
 
 TITLE = "ES-GRPO: what was measured"
 STYLE = """

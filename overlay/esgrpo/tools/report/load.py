@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from esgrpo.report import runs, targets
+from esgrpo.tools.report import runs, targets
 
 SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # of a record with fields amiss
 NOT_RECORDED = "not recorded"

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from esgrpo.report.load import Record
+from esgrpo.tools.report.load import Record
 
 BASELINES = ("verl", "off", "plain")
 OURS = "es-grpo"  # policies of the engine benchmark and the simulator that begin so are ours

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 
-from esgrpo.report import runs
+from esgrpo.tools.report import runs
 
 MARGIN = 0.1  # of reward above the first evaluations
 TIME, SAMPLES, ROW = "time to target, s", "samples to target", "time to target"

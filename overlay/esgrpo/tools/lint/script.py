@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from esgrpo.lint.expansion import Variables, home, is_unknown, unknown
-from esgrpo.lint.words import Command, Comment, Lexer, Word
+from esgrpo.tools.lint.expansion import Variables, home, is_unknown, unknown
+from esgrpo.tools.lint.words import Command, Comment, Lexer, Word
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w@:/-]*(\.[\w@:/-]+)+=|[+~]{1,2}[A-Za-z_][\w@:/.-]*=|"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from esgrpo.report import headline, policy_figures, policy_tables, study, tables, training_figures
-from esgrpo.report.load import NOT_RECORDED, SHAPE_ERRORS, Record, unknown
-from esgrpo.report.plots import Figure
-from esgrpo.report.tables import OURS, Table
+from esgrpo.tools.report import headline, policy_figures, policy_tables, study, tables, training_figures
+from esgrpo.tools.report.load import NOT_RECORDED, SHAPE_ERRORS, Record, unknown
+from esgrpo.tools.report.plots import Figure
+from esgrpo.tools.report.tables import OURS, Table
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from esgrpo.algo.terms import Outcome
 from esgrpo.errors import EsgrpoError
 from esgrpo.records import read
-from esgrpo.report import load, runs
-from esgrpo.report.files import write_whole
+from esgrpo.tools.report import load, runs
+from esgrpo.tools.report.files import write_whole
 
 US = 1e6  # the format counts microseconds
 REPLICAS_UNKNOWN = "replica not told"

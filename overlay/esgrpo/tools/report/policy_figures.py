@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from itertools import accumulate
 
-from esgrpo.report import plots
-from esgrpo.report.load import Record
-from esgrpo.report.plots import Figure
-from esgrpo.report.policy_tables import (
+from esgrpo.tools.report import plots
+from esgrpo.tools.report.load import Record
+from esgrpo.tools.report.plots import Figure
+from esgrpo.tools.report.policy_tables import (
     best_rival,
     by_work,
     causes,
@@ -18,8 +18,8 @@ from esgrpo.report.policy_tables import (
     titles,
     validation_points,
 )
-from esgrpo.report.tables import OURS, baseline_of
-from esgrpo.report.trace import of_policy_run
+from esgrpo.tools.report.tables import OURS, baseline_of
+from esgrpo.tools.report.trace import of_policy_run
 
 TOLERANCE = 0.1  # the simulator is asked to be within 10 % of the engine
 MOST_SETTINGS = 6  # panels of one figure; a study of more is shown as a table

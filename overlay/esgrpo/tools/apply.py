@@ -18,19 +18,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from esgrpo import patchset
 from esgrpo.errors import EsgrpoError
-from esgrpo.patchset import NO_FILE, PatchError, Survey
+from esgrpo.tools import patchset
+from esgrpo.tools.patchset import NO_FILE, PatchError, Survey
 
 OK, USAGE, UNKNOWN, MODIFIED, NOT_APPLICABLE, MISMATCH = 0, 2, 3, 4, 5, 6
 EXIT_CODES = """exit codes:
   0 done, or nothing to do       2 usage                                         3 unknown upstream
   4 touched files are modified   5 does not apply (a file is missing, ...)       6 hash mismatch, nothing was changed"""
 STAGING = ".esgrpo-apply"
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 # a wheel carries them in the package, a checkout at its top
 PATCHES = next((p for p in (PACKAGE / "patches", PACKAGE.parents[1] / "patches") if p.is_dir()), PACKAGE / "patches")
-COMMAND = "python -m esgrpo.apply" if PATCHES.parent == PACKAGE else "./apply.sh"
+COMMAND = "python -m esgrpo.tools.apply" if PATCHES.parent == PACKAGE else "./apply.sh"
 
 
 def git_apply(patch: Path, path: str, directory: Path, reverse: bool) -> None:

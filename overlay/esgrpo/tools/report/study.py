@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from esgrpo.report import plots
-from esgrpo.report.load import Record
-from esgrpo.report.plots import Figure
-from esgrpo.report.tables import DASH, Table, number
+from esgrpo.tools.report import plots
+from esgrpo.tools.report.load import Record
+from esgrpo.tools.report.plots import Figure
+from esgrpo.tools.report.tables import DASH, Table, number
 
 PANELS = 3
 ROW_HEAD = ["policy", "setting", "ratios to", "updates/s, ratio", "used tokens/s, ratio",

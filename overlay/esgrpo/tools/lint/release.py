@@ -1,7 +1,7 @@
 """The verl release that a script is checked against: its config tree, its mains and its names, from source files.
 
 verl is never imported. An installed verl or a checkout serves as it is; any other release is unpacked by
-`esgrpo.upstreams`.
+`esgrpo.tools.upstreams`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
-from esgrpo import compat, engine, upstreams
+from esgrpo import compat, engine
 from esgrpo.errors import EsgrpoError
+from esgrpo.tools import upstreams
 
 HYDRA_MAIN = re.compile(r"@hydra\.main\(\s*config_path=[\"']([^\"']*)[\"'],\s*config_name=[\"']([^\"']*)[\"']")
 COMPOSE_TIMEOUT_S = 120
@@ -86,11 +87,11 @@ class Release:
         """Hydra's answer (see `compose`); None where Hydra is not installed. Raises EsgrpoError when it fails."""
         if util.find_spec("hydra") is None:
             return None
-        overlay = str(Path(__file__).resolve().parents[2])
+        overlay = str(Path(__file__).resolve().parents[3])
         request = {"root": str(self.root), "config_dir": str(config_dir), "config_name": config_name,
                    "overrides": overrides, "segment": segment}
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("ESGRPO_", "HYDRA_"))}
-        done = subprocess.run([sys.executable, "-m", "esgrpo.lint.compose"], input=json.dumps(request), text=True,
+        done = subprocess.run([sys.executable, "-m", "esgrpo.tools.lint.compose"], input=json.dumps(request), text=True,
                               capture_output=True, timeout=COMPOSE_TIMEOUT_S,
                               env={**environment, "PYTHONPATH": overlay})
         if done.returncode != 0:

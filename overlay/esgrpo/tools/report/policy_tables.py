@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from esgrpo.report.load import NOT_RECORDED, Record
-from esgrpo.report.tables import BASELINES, DASH, OURS, Table, baseline_of, number, spread
+from esgrpo.tools.report.load import NOT_RECORDED, Record
+from esgrpo.tools.report.tables import BASELINES, DASH, OURS, Table, baseline_of, number, spread
 
 SETTING = ("workload", "scenario", "groups", "members", "cap", "replicas", "updates", "scale", "tail", "prompts",
            "sequences", "max_num_seqs", "train_s", "sync_s", "staleness", "capacity", "model", "device")

@@ -12,9 +12,10 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from esgrpo import compat, language
-from esgrpo.doctor import signs, source
+from esgrpo import compat
 from esgrpo.errors import EsgrpoError, plain
+from esgrpo.tools import language
+from esgrpo.tools.doctor import signs, source
 
 try:  # the parser of regular expressions moved in Python 3.11; only their literal parts are asked for
     from re import _parser as regex_parser

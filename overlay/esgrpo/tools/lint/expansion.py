@@ -7,7 +7,7 @@ import operator
 import re
 from pathlib import Path
 
-from esgrpo.lint.words import Lexer, Word
+from esgrpo.tools.lint.words import Lexer, Word
 
 UNKNOWN = re.compile("\0([^\0]*)\0")  # a part of a value that only the run will know, with its origin
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from itertools import accumulate
 
-from esgrpo.report import plots
-from esgrpo.report.load import Record
-from esgrpo.report.plots import Figure
-from esgrpo.report.runs import BINS_PER_OCTAVE, CAUSES
-from esgrpo.report.tables import baseline_of, ratios
+from esgrpo.tools.report import plots
+from esgrpo.tools.report.load import Record
+from esgrpo.tools.report.plots import Figure
+from esgrpo.tools.report.runs import BINS_PER_OCTAVE, CAUSES
+from esgrpo.tools.report.tables import baseline_of, ratios
 
 PANELS = 3  # in a row
 BAND = 0.15  # opacity of the range over seeds

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from esgrpo import compat
-from esgrpo.doctor.environment import Devices, Environment
 from esgrpo.engine import State, public_version
+from esgrpo.tools.doctor.environment import Devices, Environment
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 LEVELS = (OK, NOTE, WARNING, ERROR)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from esgrpo.errors import EsgrpoError
-from esgrpo.report.tables import BASELINES, OURS
+from esgrpo.tools.report.tables import BASELINES, OURS
 
 WIDTH_IN = 7.4  # of the page's text
 ROW_IN = 0.27  # of one line in a chart with names on its side

@@ -1,4 +1,4 @@
-"""Hydra's own judgement of overrides: python -m esgrpo.lint.compose < request.json > answer.json
+"""Hydra's own judgement of overrides: python -m esgrpo.tools.lint.compose < request.json > answer.json
 
 Runs in a process of its own, because Hydra is global, its relative search paths start at the working directory, and
 verl's config packages are imported by name (stubs stand for them: importing verl would import torch).

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from esgrpo.errors import EsgrpoError
-from esgrpo.lint import rules
-from esgrpo.lint.expansion import UNKNOWN
-from esgrpo.lint.release import Release, find, is_legacy
-from esgrpo.lint.rules import ERROR, NOTE, PLACEHOLDER, WARNING
-from esgrpo.lint.script import Argument, Launch, Script
+from esgrpo.tools.lint import rules
+from esgrpo.tools.lint.expansion import UNKNOWN
+from esgrpo.tools.lint.release import Release, find, is_legacy
+from esgrpo.tools.lint.rules import ERROR, NOTE, PLACEHOLDER, WARNING
+from esgrpo.tools.lint.script import Argument, Launch, Script
 
 SIMILAR = 0.8  # difflib ratio from which a name counts as misspelt
 SEGMENT = "actor_rollout_ref.rollout.segment"

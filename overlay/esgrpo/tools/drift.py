@@ -12,8 +12,9 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from esgrpo import engine, fingerprint, upstreams
+from esgrpo import engine, fingerprint
 from esgrpo.errors import EsgrpoError
+from esgrpo.tools import upstreams
 
 NOT_NEEDED, UNCHANGED, MOVED, CHANGED, GONE = "not-needed", "unchanged", "moved", "changed", "gone"
 DIFF_LINES = 12

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from esgrpo.lint.expansion import is_unknown
+from esgrpo.tools.lint.expansion import is_unknown
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 ACTOR, ROLLOUT, ASYNC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "async_training"

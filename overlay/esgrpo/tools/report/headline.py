@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from esgrpo.report.load import NOT_RECORDED, Record
-from esgrpo.report.policy_tables import (
+from esgrpo.tools.report.load import NOT_RECORDED, Record
+from esgrpo.tools.report.policy_tables import (
     OWN_CARRY_OVER,
     base_of,
     best_rival,
@@ -17,8 +17,8 @@ from esgrpo.report.policy_tables import (
     staleness,
     titles,
 )
-from esgrpo.report.study import against, modules_of, ratio
-from esgrpo.report.tables import (
+from esgrpo.tools.report.study import against, modules_of, ratio
+from esgrpo.tools.report.tables import (
     BASELINES,
     DASH,
     OURS,

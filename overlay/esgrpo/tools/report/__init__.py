@@ -20,14 +20,14 @@ def main(directory: str, out: str | None = None, trace: str | None = None) -> in
 
     Raises EsgrpoError for a directory without records, and without matplotlib.
     """
-    from esgrpo.report import load
+    from esgrpo.tools.report import load
 
     root = Path(directory)
     if not root.is_dir():
         raise EsgrpoError("report", f"{root} is no directory", "a directory of result files or a run directory",
                           "nothing was written", "give bench/results, or the run's trainer.default_local_dir")
     if trace:
-        from esgrpo.report import trace as chrome
+        from esgrpo.tools.report import trace as chrome
 
         count = chrome.write(root, Path(trace))
         print(f"esgrpo: {count} trace events in {trace}; open it in https://ui.perfetto.dev or chrome://tracing")
@@ -36,7 +36,7 @@ def main(directory: str, out: str | None = None, trace: str | None = None) -> in
     if not records:
         raise EsgrpoError("report", f"{root} has no *.json and is no run directory", "at least one record",
                           "nothing was written", "run a benchmark with --results, or give a run directory")
-    from esgrpo.report import page, sections
+    from esgrpo.tools.report import page, sections
 
     path = Path(out) if out else root / DEFAULT_NAME
     content = sections.build(records)
