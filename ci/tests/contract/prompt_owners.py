@@ -102,9 +102,7 @@ def provide_history(monkeypatch) -> None:
         module = ModuleType("esgrpo.hooks.verl.prompt_history")
 
         def history_of(owner):
-            if not hasattr(owner, "esgrpo_history"):
-                owner.esgrpo_history = Remembered()
-            return owner.esgrpo_history
+            return vars(owner).setdefault("remembered", Remembered())
 
         module.history_of, module.path = history_of, lambda: None
         monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -147,7 +147,9 @@ def run_rollouter() -> dict:
 
     made, before, depths, metrics = asyncio.run(scene())
     sent = [cloudpickle.loads(sample) for sample in made.message_queue_client.samples[:-1]]
-    history = getattr(made, "esgrpo_history", None)
+    from esgrpo.hooks.verl import owned
+
+    history = owned.of(made, owned.Prompts).history
     file = os.path.join(os.environ["ESGRPO_RUN_DIR"], "esgrpo", "history.json")
     saved = os.path.exists(file)
     if saved:

@@ -37,6 +37,7 @@ from transformers import AutoTokenizer  # noqa: E402
 from verl.utils.dataset.rl_dataset import RLHFDataset  # noqa: E402
 
 from esgrpo import config as settings  # noqa: E402
+from esgrpo.hooks.verl import owned  # noqa: E402
 
 MEMBERS, RESPONSE_LENGTH, PROMPT_LENGTH = 4, 24, 64
 TOKENIZER = Path(__file__).resolve().parents[3] / "bench" / "testbed" / "model"
@@ -162,9 +163,10 @@ async def interrupted_and_resumed(segment, steps=8):
     assert interrupted and still
     batch, interrupted = await scene.call(scene.worker(), version=5, outputs=while_paused)
     assert not interrupted
+    driver = owned.of(first, owned.Worker).driver
     return {**scene.answer(batch), "first": [[len(o.response_ids) if isinstance(o.response_ids, list) else None,
                                               o.extra_fields.get("is_cancel", False)] for o in outputs],
-            "groups_left": [len(first.esgrpo_driver.runs.groups) if hasattr(first, "esgrpo_driver") else 0]}
+            "groups_left": [0 if driver is None else len(driver.runs.groups)]}
 
 
 async def advantages():

@@ -17,7 +17,7 @@ from ci.tests.contract.test_prompt_sampler_hooks import v1_trainer  # noqa: E402
 from ci.tests.contract.test_prompts_in_flight import PROMPTS, rollouter_of, train  # noqa: E402
 from ci.tests.contract.test_replaced_groups import rollouter_class  # noqa: E402, F401
 from esgrpo import records  # noqa: E402
-from esgrpo.hooks.verl import in_flight, trained_rows, v1_drawn  # noqa: E402
+from esgrpo.hooks.verl import in_flight, owned, trained_rows, v1_drawn  # noqa: E402
 from esgrpo.tools import books  # noqa: E402
 
 STARTS = (1, 2, 1, PROMPTS)  # checkpoints after which a start dies; the last one ends
@@ -139,11 +139,12 @@ def test_what_a_synchronous_step_discards_is_booked(run_dir):
     from types import SimpleNamespace
 
     begin(run_dir)
-    buffer = SimpleNamespace(prompt_global_steps={"train": {"g3": 1}}, esgrpo_evicted={"g2": "filtered"})
+    buffer = SimpleNamespace(prompt_global_steps={"train": {"g3": 1}})
+    owned.of(buffer, owned.Groups).evicted = {"g2": "filtered"}
     trainer = SimpleNamespace(trainer_mode="sync", replay_buffer=buffer)
     groups = [f"g{number}" for number in range(5)]
     v1_drawn.record(trainer, {"uid": groups, "raw_prompt": groups})
     for _ in range(2):  # told once
         v1_drawn.note_surplus(trainer, {"g0", "g1"})
     assert [(row["group"], row["reason"]) for row in records.read(str(run_dir), "evicted")] == [("g4", "surplus")]
-    assert trainer.esgrpo_open == {"g3"}
+    assert owned.of(trainer, owned.Drawn).open == {"g3"}

@@ -131,7 +131,7 @@ def test_an_engine_without_the_scheduler_hook_answers_all_calls_and_says_so_once
 @pytest.mark.parametrize("state", ["DISABLED", "DRIFTED", "APPLIED"])
 def test_a_weight_sync_goes_on_without_the_utilities(monkeypatch, capsys, said, state):
     """Under ESGRPO_DISABLE or ESGRPO_STRICT=0; where the utilities are in place they are called."""
-    from esgrpo.hooks.verl import server_version
+    from esgrpo.hooks.verl import owned, server_version
 
     called = []
 
@@ -148,7 +148,7 @@ def test_a_weight_sync_goes_on_without_the_utilities(monkeypatch, capsys, said, 
     asyncio.run(server_version.build(original)(server, 1))
     applied = state == "APPLIED"
     assert server.global_steps == 1 and called == ["esgrpo_set_version"] * applied
-    assert server.esgrpo_windows == [{"version": 1}] * applied
+    assert owned.of(server, owned.Server).windows == [{"version": 1}] * applied
     assert capsys.readouterr().err.count(f"engine-core-utilities {state}") == (not applied)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Optional
 import pytest
 
 from ci.tests.contract import patch_tree
-from esgrpo.hooks.verl import kept_requests, rebalance_aborts, server_control
+from esgrpo.hooks.verl import kept_requests, owned, rebalance_aborts, server_control
 
 METHODS = ("abort_all_requests", "resume_generation", "resume_engine_generation", "open_submission_gate",
            "_park_until_admitted", "release_kv_cache", "resume_kv_cache")
@@ -133,7 +133,7 @@ def test_nobody_waits_for_first_tokens(make):
     (lambda s: vars(s).update(engine=OldEngine()), "no pause_generation(mode=\"keep\")"),
     (lambda s: vars(s.engine.engine_core).update(core_engines=[b"0", b"1"]), "several data-parallel engines"),
     (lambda s: vars(s.engine).update(vllm_config=SimpleNamespace(kv_transfer_config=1)), "KV is transferred"),
-    (lambda s: vars(s).update(esgrpo_abort_required=True), "being rebalanced"),
+    (lambda s: vars(owned.of(s, owned.Server)).update(abort_required=True), "being rebalanced"),
 ])
 def test_elsewhere_verl_aborts_and_one_line_says_why(make, capsys, change, said):
     server = make()

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from ci.tests.contract import prompt_owners as owners
+from esgrpo.hooks.verl import owned
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
@@ -63,7 +64,7 @@ async def fed(one, size: int, after=lambda number: None) -> tuple[list, int]:
         after(number)
         for _ in range(5):
             await asyncio.sleep(0)
-        order = getattr(one, "esgrpo_prompt_order", None)
+        order = owned.of(one, owned.Prompts).order
         drawn = order.prompts.taken if order is not None else 0
         ahead = max(ahead, drawn - len(delivered))
     await task
@@ -83,12 +84,12 @@ def test_workers_would_draw_ahead(prepared):
     """Negative control of the test above, and why the data loader gets no workers."""
     one = rollouter(prepared, dataloader_num_workers=2)
     chosen(one, 1)
-    assert one.train_dataloader.num_workers == 0 and one.esgrpo_prompt_order.prompts.taken == 1
+    assert one.train_dataloader.num_workers == 0 and owned.of(one, owned.Prompts).order.prompts.taken == 1
     with_workers = type(one.train_dataloader)(
         dataset=one.train_dataloader.dataset, batch_size=1, num_workers=2, sampler=one.train_dataloader.sampler,
         collate_fn=one.train_dataloader.collate_fn)
     next(iter(with_workers))
-    assert one.esgrpo_prompt_order.prompts.taken > 2
+    assert owned.of(one, owned.Prompts).order.prompts.taken > 2
 
 
 def test_plain_verl_takes_every_prompt_once_an_epoch(prepared):
@@ -196,11 +197,12 @@ def test_v1_trainers_draw_what_they_submit(prepared, mode, ask):
     numbers = []
     for step in range(30):
         numbers += [int(row) for row in trainer._next_train_batch(ask)["index"]]
-        assert trainer.esgrpo_prompt_order.prompts.taken == len(numbers) == ask * (step + 1)
+        assert owned.of(trainer, owned.Prompts).order.prompts.taken == len(numbers) == ask * (step + 1)
     assert sum(number % 2 for number in numbers) > 0.6 * len(numbers)
     state = trainer.train_dataloader.state_dict()
     expected = [int(row) for _ in range(3) for row in trainer._next_train_batch(ask)["index"]]
-    other = v1_trainer(prepared, mode, 4, esgrpo_history=trainer.esgrpo_history)
+    other = v1_trainer(prepared, mode, 4, esgrpo={
+        owned.Prompts: owned.Prompts(history=owned.of(trainer, owned.Prompts).history)})
     other.train_dataloader.load_state_dict(state)
     assert [int(row) for _ in range(3) for row in other._next_train_batch(ask)["index"]] == expected
 
@@ -208,7 +210,7 @@ def test_v1_trainers_draw_what_they_submit(prepared, mode, ask):
 def test_plain_v1_draws_evenly(prepared):
     """Negative control: the same trainer without the hook."""
     trainer = v1_trainer(prepared, "sync", 4)
-    assert not hasattr(trainer, "esgrpo_prompt_order")
+    assert owned.of(trainer, owned.Prompts).order is None
     trainer.train_dataloader.num_workers = 0
     numbers = [int(row) for _ in range(PROMPTS // 4) for row in trainer._next_train_batch(4)["index"]]
     assert sorted(numbers) == list(range(PROMPTS))

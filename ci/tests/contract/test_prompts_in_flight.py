@@ -153,7 +153,7 @@ def test_the_trainer_tells_what_it_has_trained_before_it_saves(monkeypatch):
     import ray
 
     told, order = [], []
-    rollouter = SimpleNamespace(esgrpo_in_flight=None)
+    rollouter = SimpleNamespace()
 
     def call(function, uids):
         told.append((function, tuple(uids)))

@@ -16,7 +16,7 @@ pytest.importorskip("transfer_queue")
 import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import Trainer  # noqa: E402
-from esgrpo.hooks.verl import v1_carry_checkpoint, v1_carry_over, v1_failure, v1_reissued  # noqa: E402
+from esgrpo.hooks.verl import owned, v1_carry_checkpoint, v1_carry_over, v1_failure, v1_reissued  # noqa: E402
 from esgrpo.records import read  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -338,7 +338,7 @@ def test_failed_prompts_of_a_v1_version_are_bounded_and_named(monkeypatch, queue
     trainer = failing(monkeypatch, queue, tmp_path, ValueError("broke on purpose"), 1, mode, ON)
     row, = read(str(tmp_path), "failed")
     assert row["group"] == "g0" and row["reason"] == "ValueError: broke on purpose" and row["prompt"]
-    assert trainer.replay_buffer.esgrpo_failed_prompts.total == 1
+    assert owned.of(trainer.replay_buffer, owned.Failures).bound.total == 1
     assert f"failed prompt: {row['prompt']} (index 7): ValueError" in capfd.readouterr().err
     queue.tags.clear()
     with pytest.raises(RunError, match=r"ValueError: broke on purpose; 2 prompts.*max_failed_prompts=0.01"):

@@ -14,7 +14,7 @@ import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import put  # noqa: E402
 from esgrpo import config  # noqa: E402
-from esgrpo.hooks.verl import decision_counts, v1_filtered_groups  # noqa: E402
+from esgrpo.hooks.verl import decision_counts, owned, v1_filtered_groups  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PRUNE = {"repetition": {"enable": True}, "resolved": {"enable": True}, "audit": {"enable": True}}
@@ -129,7 +129,7 @@ def test_a_replaced_group_is_counted_once(queue, buffer_of, written, monkeypatch
     groups(queue)
     buffer = buffer_of(hooked=True, metric=None)
     assert buffer.get_sampleable_count(2, "train") == 5 and evicted(buffer) == {"right"}  # judged, and judged again
-    noted = buffer.esgrpo_noted
+    noted = vars(owned.of(buffer, owned.Pruned))
     assert (noted["replaced"], noted["tokens"], len(noted["rows"])) == (1, 2 + 3, 3)  # less the pruned row
     assert len(written["replaced"]) == 1 and decision_counts.counts == {"replaced/groups": 1}
 

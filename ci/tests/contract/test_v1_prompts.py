@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ci.tests.contract import prompt_owners as owners
-from esgrpo.hooks.verl import decision_counts
+from esgrpo.hooks.verl import decision_counts, owned
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
@@ -199,6 +199,6 @@ def test_a_step_saves_the_history_and_logs_the_sampler(prepared, tmp_path):
     trainer = owners.bare(PPOTrainerSync, config=owners.settings(), _pending_sync_metrics={"verl": 1.0})
     owners.mixed(owners.history_of(trainer), [1])
     prepared.setenv("ESGRPO_RUN_DIR", str(tmp_path))
-    trainer.esgrpo_prompt_order = SimpleNamespace(prompts=SimpleNamespace(metrics=lambda: {"coverage": 0.5}))
+    owned.of(trainer, owned.Prompts).order = SimpleNamespace(prompts=SimpleNamespace(metrics=lambda: {"coverage": 0.5}))
     assert trainer._consume_sync_metrics() == {"verl": 1.0, "esgrpo/sampler/coverage": 0.5}
     assert records.flush() and owners.key(1) in str(json.loads((tmp_path / "esgrpo" / "history.json").read_text()))

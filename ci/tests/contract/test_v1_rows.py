@@ -15,7 +15,14 @@ pytest.importorskip("transfer_queue")
 import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import batch_of, put  # noqa: E402
-from esgrpo.hooks.verl import group_driver, trained_rows, v1_masked_rows, v1_response_rows, v1_trained_rows  # noqa: E402
+from esgrpo.hooks.verl import (  # noqa: E402
+    group_driver,
+    owned,
+    trained_rows,
+    v1_masked_rows,
+    v1_response_rows,
+    v1_trained_rows,
+)
 
 pytestmark = pytest.mark.slow
 PRUNING = json.dumps({"enable": True, "segment_length": 2, "prune": {"repetition": {"enable": True}}})
@@ -119,8 +126,8 @@ def trained(queue, monkeypatch, tmp_path, hooked: bool, change=lambda queue: Non
     rollout = SimpleNamespace(get=lambda _name, default=None: default)
     trainer = SimpleNamespace(
         global_steps=3, use_critic=False, _get_n_gpus_for_throughput=lambda: 1,
-        _rollout_moe_lb_metrics_accumulator=None, replay_buffer=SimpleNamespace(esgrpo_noted={
-            "rows": [], "replaced": 2, "tokens": 9}),
+        _rollout_moe_lb_metrics_accumulator=None, replay_buffer=SimpleNamespace(esgrpo={
+            owned.Pruned: owned.Pruned(groups=2, replaced=2, tokens=9)}),
         config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=SimpleNamespace())))
     original, metrics = PPOTrainer._compute_metrics, {}
     timing = dict.fromkeys(("step", "gen", "update_actor"), 1.0)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ci.tests.property.test_group_rollout import BUDGET, LOOPS, World
 from esgrpo import config
+from esgrpo.hooks.verl import owned
 from esgrpo.hooks.verl.group_rows import mask_pruned
 
 AUDIT = {"enable": True, "exempt_prob": 0.5, "max_fraction": 0.75, "window": 50, "min_candidates": 1,
@@ -88,8 +89,9 @@ def test_nobody_is_asked_without_a_verdict_and_nothing_stays(case):
               if length == 0}
     for replica in world.replicas:
         assert set(replica.asks) <= doomed | failed and len(set(replica.asks)) == len(replica.asks)
-    pruner = world.worker.esgrpo_driver.runs.rules.pruner
-    assert pruner.groups == {} and pruner.audit._decided == {} and world.worker.esgrpo_driver.runs.groups == {}
+    runs = owned.of(world.worker, owned.Worker).driver.runs
+    pruner = runs.rules.pruner
+    assert pruner.groups == {} and pruner.audit._decided == {} and runs.groups == {}
 
 
 def many(seed, rule="enough", **values):
@@ -133,7 +135,8 @@ def test_without_a_group_rule_nothing_is_asked_for_progress():
     case = many(1)
     case["values"]["prune"] = {"repetition": {"enable": True, **LOOPS}}
     world, rows = simulate(case)
-    assert world.worker.esgrpo_driver.runs.rules.pruner is None and not any(replica.asks for replica in world.replicas)
+    assert owned.of(world.worker, owned.Worker).driver.runs.rules.pruner is None
+    assert not any(replica.asks for replica in world.replicas)
     assert all(row.extra_fields["esgrpo"]["keep_probability"] == 1 for row in rows)
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ci.tests.property.rollout_fakes import ResumingClient, TokenOutput
 from esgrpo import config
 from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
-from esgrpo.hooks.verl import group_driver, group_members
+from esgrpo.hooks.verl import group_driver, group_members, owned
 from esgrpo.hooks.verl.group_rows import mask_pruned
 
 PROMPT = [900]
@@ -130,7 +130,8 @@ class Response:
         request.tokens.append(index % self.alphabet)
         self.made += 1
         self.stamps.append(world.version)
-        response = world.worker.esgrpo_driver.runs.response(request.fields["group"], request.fields["member"])
+        runs = owned.of(world.worker, owned.Worker).driver.runs
+        response = runs.response(request.fields["group"], request.fields["member"])
         self.after_ask += response.doomed
 
 
@@ -253,8 +254,8 @@ def test_every_response_ends_once_with_all_its_tokens(case):
 @given(cases())
 def test_nothing_stays_behind(case):
     world, _ = simulate(case)
-    assert world.worker.esgrpo_driver.runs.groups == {} and not world.worker.esgrpo_driver._tasks
-    assert world.worker.esgrpo_driver.rewards == {}
+    driver = owned.of(world.worker, owned.Worker).driver
+    assert driver.runs.groups == {} and not driver._tasks and driver.rewards == {}
     for replica in world.replicas:
         assert not replica.running and not replica.book.tracked and not replica.book.pending
         assert not replica.book._groups
@@ -319,7 +320,7 @@ def test_a_response_that_fails_finishes_nobody_and_leaves_nothing():
     assert (wrong["member"], wrong["outcome"], wrong["tokens"]) == (2, "finish", 21)
     assert (straggler["member"], straggler["rule"]) == (3, "enough") and straggler["tokens"] >= 21
     assert world.replicas[0].asks[-1] == ("g", 3)
-    assert world.worker.esgrpo_driver.runs.groups == {}
+    assert owned.of(world.worker, owned.Worker).driver.runs.groups == {}
 
 
 def test_a_straggler_that_is_between_two_attempts_is_asked_as_well():

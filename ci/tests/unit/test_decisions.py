@@ -18,7 +18,7 @@ from esgrpo.algo.history import PromptHistory
 from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing_order import inversions, longest_first
 from esgrpo.algo.rows import Decisions
-from esgrpo.hooks.verl import decision_counts, group_driver, token_outputs
+from esgrpo.hooks.verl import decision_counts, group_driver, owned, token_outputs
 from esgrpo.tools import decided
 
 ON = {"enable": True, "history": {"enable": True}}
@@ -126,7 +126,7 @@ def test_without_text_is_counted_for_the_next_window():
     server = SimpleNamespace()
     for changed in (True, False, True):
         token_outputs.count(server, changed)
-    decision_counts.add_windows([{"kept": 3, "outcomes": {"abort": 1}, "token_outputs": server.esgrpo_text},
+    decision_counts.add_windows([{"kept": 3, "outcomes": {"abort": 1}, **token_outputs.take_counts(server)},
                                  {"kept": 0, "outcomes": {}}])
     assert +decision_counts.counts == {"keep/kept": 3, "keep/aborted": 1, "keep/syncs": 2, "token_outputs/responses": 2,
                                        "token_outputs/with_text": 1}
@@ -256,4 +256,5 @@ def test_a_window_takes_along_what_its_server_counted(monkeypatch):
     token_outputs.count(server, True)
     for _ in range(2):
         asyncio.run(server_version.build(original)(server))
-    assert server.esgrpo_windows == [{"version": 3, "token_outputs": {"responses": 1, "with_text": 0}}, {"version": 3}]
+    assert owned.of(server, owned.Server).windows == [{"version": 3, "token_outputs": {"responses": 1, "with_text": 0}},
+                                                      {"version": 3}]

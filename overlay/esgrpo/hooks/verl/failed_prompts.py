@@ -48,18 +48,19 @@ def bound_of(owner):
     """The FailedPrompts of this rollouter or replay buffer, made on first use."""
     from esgrpo import config
     from esgrpo.algo.failures import FailedPrompts
+    from esgrpo.hooks.verl import owned
 
-    if not hasattr(owner, "esgrpo_failed_prompts"):
-        owner.esgrpo_failed_prompts = FailedPrompts(config.current().max_failed_prompts,
-                                                    config.facts()["prompts_per_version"])
-    return owner.esgrpo_failed_prompts
+    failures = owned.of(owner, owned.Failures)
+    if failures.bound is None:
+        failures.bound = FailedPrompts(config.current().max_failed_prompts, config.facts()["prompts_per_version"])
+    return failures.bound
 
 
 def give_up(rollouter, sample, error) -> bool:
     """True when the prompt alone failed: its place goes to another one. Raises EsgrpoError above the bound."""
     from esgrpo import config
     from esgrpo.algo.failures import Failed, brief, is_of_one_prompt
-    from esgrpo.hooks.verl import in_flight
+    from esgrpo.hooks.verl import in_flight, owned
     from esgrpo.hooks.verl.prompt_forecasts import key_of
     from esgrpo.hooks.verl.replaced_groups import another_instead
 
@@ -72,7 +73,7 @@ def give_up(rollouter, sample, error) -> bool:
     in_flight.ended(rollouter, sample)
     another_instead(rollouter)
     rollouter.staleness_samples -= 1
-    version = getattr(rollouter, "esgrpo_failed_version", 0)
+    version = owned.of(rollouter, owned.Failures).version
     note(bound_of(rollouter), version, [failure], {failure.group: (key, draw and draw[0])})
     return True
 
@@ -106,10 +107,12 @@ def note(bound, version, failures, found) -> None:
 
 def next_version(rollouter) -> dict[str, float]:
     """The metric of the weight version that ends; called by rollouter-windows."""
-    bound = getattr(rollouter, "esgrpo_failed_prompts", None)
-    if bound is None:
+    from esgrpo.hooks.verl import owned
+
+    failures = owned.of(rollouter, owned.Failures)
+    if failures.bound is None:
         return {}
-    version = rollouter.esgrpo_failed_version = getattr(rollouter, "esgrpo_failed_version", 0) + 1
-    failed = float(len(bound.failed))
-    bound.observe(version, ())
+    failures.version += 1
+    failed = float(len(failures.bound.failed))
+    failures.bound.observe(failures.version, ())
     return {"esgrpo/failed_prompts": failed}

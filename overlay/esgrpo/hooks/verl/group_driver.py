@@ -21,7 +21,7 @@ from esgrpo import config, records
 from esgrpo.algo import rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
-from esgrpo.hooks.verl import decision_counts
+from esgrpo.hooks.verl import decision_counts, owned
 from esgrpo.hooks.verl.server_calls import answers
 from esgrpo.hooks.verl.server_control import methods
 
@@ -167,9 +167,10 @@ class Driver:
 
 def of_worker(worker, budget: int) -> Driver:
     """The driver of this worker process, made on first use."""
-    if not hasattr(worker, "esgrpo_driver"):
-        worker.esgrpo_driver = Driver(worker_index(), budget)
-    return worker.esgrpo_driver
+    kept = owned.of(worker, owned.Worker)
+    if kept.driver is None:
+        kept.driver = Driver(worker_index(), budget)
+    return kept.driver
 
 
 def worker_index() -> int:

@@ -41,11 +41,9 @@ def build(original):
 
 def ledger_of(rollouter):
     """The InFlight of this rollouter: empty unless a checkpoint was loaded."""
-    from esgrpo.algo.resuming import InFlight
+    from esgrpo.hooks.verl import owned
 
-    if not hasattr(rollouter, "esgrpo_in_flight"):
-        rollouter.esgrpo_in_flight = InFlight()
-    return rollouter.esgrpo_in_flight
+    return owned.of(rollouter, owned.InFlightPrompts).ledger
 
 
 def accounted(rollouter, iterator):
@@ -111,6 +109,9 @@ def trained(rollouter, uids: list[str]) -> None:
 
 
 def take_metrics(rollouter) -> dict[str, float]:
-    """For the first weight version after a restart."""
-    lost = rollouter.__dict__.pop("esgrpo_restart", {})
+    """For the first weight version after a restart; of v1, the first step of a trainer."""
+    from esgrpo.hooks.verl import owned
+
+    restarted = owned.of(rollouter, owned.Restarted)
+    lost, restarted.lost = restarted.lost, {}
     return {f"esgrpo/restart/{name}": float(value) for name, value in lost.items()}

@@ -71,6 +71,7 @@ def give_back(rollouter, folder: str, trained: int) -> None:
     import sys
 
     from esgrpo.algo.resuming import InFlight, reissued_words
+    from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.in_flight_checkpoint import load
 
     if not os.path.exists(os.path.join(folder, DATA)):  # verl starts the data from scratch, and says so
@@ -81,16 +82,16 @@ def give_back(rollouter, folder: str, trained: int) -> None:
     except ValueError as error:
         state, reason = None, str(error)
     if state is None:
-        rollouter.esgrpo_in_flight = InFlight(trained)
+        owned.of(rollouter, owned.InFlightPrompts).ledger = InFlight(trained)
         print(f"esgrpo: restart: {folder} does not say which prompts were in flight ({reason}): what the data loader "
               "had given out and was not trained is not trained in this epoch", file=sys.stderr, flush=True)
         return
     drawn, entries = state
-    rollouter.esgrpo_in_flight = InFlight(drawn, entries)
+    owned.of(rollouter, owned.InFlightPrompts).ledger = InFlight(drawn, entries)
     finished = sum(entry.responses for entry in entries)
     size = rollouter.config.actor_rollout_ref.rollout.n
     lost = {"groups": len(entries), "finished": finished, "tokens": sum(entry.tokens for entry in entries),
             "running": len(entries) * size - finished}
     if entries:
-        rollouter.esgrpo_restart = lost
+        owned.of(rollouter, owned.Restarted).lost = lost
         print(f"esgrpo: {reissued_words(**lost)}", file=sys.stderr, flush=True)

@@ -40,7 +40,7 @@ def knows_rollouter(trainer) -> bool:
     """The recipe's trainer has no handle of it; its synchronizer, idle between two syncs, has one."""
     import ray
 
-    from esgrpo.hooks.verl import trained_prompts
+    from esgrpo.hooks.verl import owned, trained_prompts
 
     if not hasattr(trainer, "rollouter"):
         asked = trainer.param_synchronizer.__ray_call__.remote(_rollouter_of)
@@ -48,7 +48,7 @@ def knows_rollouter(trainer) -> bool:
             trainer.rollouter = ray.get(asked, timeout=trained_prompts.ANSWER_TIMEOUT_S)
         except ray.exceptions.GetTimeoutError:
             trained_prompts.say_silent("the synchronizer")
-            trainer.__dict__.pop("esgrpo_untold", None)
+            owned.take(trainer, owned.TrainedPrompts)
             return False
     return True
 

@@ -110,8 +110,6 @@ def outcomes(batch) -> list[dict]:
 
 
 def calibration_of(owner):
-    from esgrpo.algo.calibration import Calibration
+    from esgrpo.hooks.verl import owned
 
-    if not hasattr(owner, "esgrpo_calibration"):
-        owner.esgrpo_calibration = Calibration()
-    return owner.esgrpo_calibration
+    return owned.of(owner, owned.Prompts).calibration

@@ -42,10 +42,12 @@ def build(original):
 
 def history_of(owner):
     """The PromptHistory of this rollouter or trainer: made on first use, from the file of an earlier run if any."""
-    history = getattr(owner, "esgrpo_history", None)
-    if history is None:
-        history = owner.esgrpo_history = load(path(), _budget(owner))
-    return history
+    from esgrpo.hooks.verl import owned
+
+    prompts = owned.of(owner, owned.Prompts)
+    if prompts.history is None:
+        prompts.history = load(path(), _budget(owner))
+    return prompts.history
 
 
 def _budget(owner) -> int:
@@ -82,7 +84,8 @@ def load(file: str | None, budget: int = 0):
 def save(owner) -> None:
     """Have the history written; a failed write costs the history, not the run."""
     from esgrpo import records
+    from esgrpo.hooks.verl import owned
 
-    file, history = path(), getattr(owner, "esgrpo_history", None)
+    file, history = path(), owned.of(owner, owned.Prompts).history
     if file is not None and history is not None:
         records.save(file, history.to_state)

@@ -11,6 +11,8 @@ import inspect
 import random
 import sys
 
+from esgrpo.hooks.verl import owned
+
 STATE_KEY = "esgrpo"
 
 
@@ -24,7 +26,7 @@ class PromptOrder:
 
     def __init__(self, dataset, owner, version=lambda: None):
         self.dataset, self.owner, self.version = dataset, owner, version
-        owner.esgrpo_prompt_order = self
+        owned.of(owner, owned.Prompts).order = self
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -114,7 +116,7 @@ def _listen(history, sampler) -> None:
 
 def metrics_of(owner) -> dict[str, float]:
     """esgrpo/sampler/* of this rollouter or trainer; empty when the sampler is off or was not asked yet."""
-    order = getattr(owner, "esgrpo_prompt_order", None)
+    order = owned.of(owner, owned.Prompts).order
     if order is None or "prompts" not in vars(order):
         return {}
     return {f"esgrpo/sampler/{name}": value for name, value in order.prompts.metrics().items()}
@@ -122,5 +124,5 @@ def metrics_of(owner) -> dict[str, float]:
 
 def take_counts(owner) -> dict[str, int]:
     """Takes of this rollouter or trainer since the last call, by what decided about them."""
-    order = getattr(owner, "esgrpo_prompt_order", None)
+    order = owned.of(owner, owned.Prompts).order
     return {} if order is None or "prompts" not in vars(order) else order.prompts.take_counts()

@@ -9,25 +9,28 @@ def note(owner, rows: list[dict], replaced: bool) -> None:
     """Remember the rows of one group until the next weight version; `owner` is the rollouter, or v1's buffer."""
     from esgrpo.algo.accounting import token_balance
     from esgrpo.algo.terms import Outcome
+    from esgrpo.hooks.verl import owned
 
-    noted = owner.__dict__.setdefault("esgrpo_noted", {"rows": [], "replaced": 0, "tokens": 0})
-    noted["rows"] += rows
+    noted = owned.of(owner, owned.Pruned)
+    noted.groups += 1
+    noted.rows += rows
     if replaced:
-        noted["replaced"] += 1
-        noted["tokens"] += token_balance([{**row, "pruned": row["outcome"] == Outcome.PRUNE, "trained": False,
-                                           "replaced": True} for row in rows])["zero_variance"]
+        noted.replaced += 1
+        noted.tokens += token_balance([{**row, "pruned": row["outcome"] == Outcome.PRUNE, "trained": False,
+                                        "replaced": True} for row in rows])["zero_variance"]
 
 
 def take(owner, trained: list[dict] | None = None) -> dict[str, float]:
     """Metrics since the last call; none when pruning is off. `trained`: rows of groups that nobody has noted (v1)."""
-    noted = owner.__dict__.pop("esgrpo_noted", None)
-    if noted is None and trained is None:
+    from esgrpo.hooks.verl import owned
+
+    noted = owned.take(owner, owned.Pruned)
+    if not noted.groups and trained is None:
         return {}
-    noted = noted or {"rows": [], "replaced": 0, "tokens": 0}
-    return {f"{PREFIX}prune/replaced_groups": noted["replaced"],
+    return {f"{PREFIX}prune/replaced_groups": noted.replaced,
             # beside the trainer's esgrpo/waste/zero_variance, which never sees these groups
-            f"{PREFIX}waste/zero_variance_replaced": noted["tokens"],
-            **of([*noted["rows"], *(trained or ())])}
+            f"{PREFIX}waste/zero_variance_replaced": noted.tokens,
+            **of([*noted.rows, *(trained or ())])}
 
 
 def of(rows: list[dict]) -> dict[str, float]:

@@ -76,7 +76,9 @@ async def esgrpo_take_aborted(self, group, member):
 
 async def esgrpo_require_abort(self, required):
     """While `required`, a weight sync's "keep" is off: the caller counts on requests that come back."""
-    self.esgrpo_abort_required = required
+    from esgrpo.hooks.verl import owned
+
+    owned.of(self, owned.Server).abort_required = required
 
 
 async def esgrpo_engine_reports(self):
@@ -87,7 +89,10 @@ async def esgrpo_engine_reports(self):
 
 async def esgrpo_take_windows(self):
     """The engine windows closed since the last call."""
-    windows, self.esgrpo_windows = getattr(self, "esgrpo_windows", []), []
+    from esgrpo.hooks.verl import owned
+
+    kept = owned.of(self, owned.Server)
+    windows, kept.windows = kept.windows, []
     return windows
 
 

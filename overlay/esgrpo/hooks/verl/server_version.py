@@ -23,14 +23,15 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     async def set_global_steps(self, *args, **kwargs):
+        from esgrpo.hooks.verl import owned, token_outputs
         from esgrpo.hooks.verl.server_control import engine_call
 
         result = await original(self, *args, **kwargs)
         windows = await engine_call(self, "esgrpo_set_version", self.global_steps)
         closed = [window for window in windows if window is not None]
-        if closed and "esgrpo_text" in self.__dict__:
-            closed[0]["token_outputs"] = self.__dict__.pop("esgrpo_text")
-        self.esgrpo_windows = [*getattr(self, "esgrpo_windows", []), *closed]
+        if closed:
+            closed[0].update(token_outputs.take_counts(self))
+        owned.of(self, owned.Server).windows += closed
         return result
 
     return set_global_steps

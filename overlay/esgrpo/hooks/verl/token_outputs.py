@@ -38,8 +38,19 @@ def build(original):
 
 def count(server, without: bool) -> None:
     """Until the next weight version, whose window takes the counts along."""
-    counts = server.__dict__.setdefault("esgrpo_text", {"responses": 0, "with_text": 0})
-    counts["responses" if without else "with_text"] += 1
+    from esgrpo.hooks.verl import owned
+
+    counts = owned.of(server, owned.Texts)
+    counts.responses += without
+    counts.with_text += not without
+
+
+def take_counts(server) -> dict[str, dict[str, int]]:
+    """What is added to the window of a weight version; nothing where no request was looked at."""
+    from esgrpo.hooks.verl import owned
+
+    counts = vars(owned.take(server, owned.Texts))
+    return {"token_outputs": counts} if any(counts.values()) else {}
 
 
 def without_text(parameters: dict) -> dict:

@@ -42,22 +42,22 @@ ANSWER_TIMEOUT_S = 120.0
 
 def taken(trainer, batch) -> None:
     """The trainer has this batch, or none, for its next update."""
-    from esgrpo.hooks.verl import trained_rows
+    from esgrpo.hooks.verl import owned, trained_rows
 
     if batch is not None and "uid" in batch.non_tensor_batch:
-        trainer.esgrpo_untold = sorted(set(batch.non_tensor_batch["uid"]))
-        trained_rows.begin(trainer.esgrpo_untold, step=trainer.current_param_version + 1)
+        untold = owned.of(trainer, owned.TrainedPrompts).untold = sorted(set(batch.non_tensor_batch["uid"]))
+        trained_rows.begin(untold, step=trainer.current_param_version + 1)
 
 
 def tell(trainer) -> None:
     """Calls are not waited for, nor do they arrive in order: those that are under way are kept for `wait`."""
     import ray
 
-    from esgrpo.hooks.verl import in_flight
+    from esgrpo.hooks.verl import in_flight, owned
 
-    uids = trainer.__dict__.pop("esgrpo_untold", None)
+    prompts = owned.of(trainer, owned.TrainedPrompts)
+    uids, prompts.untold, under_way = prompts.untold, [], prompts.under_way
     if uids:
-        under_way = trainer.__dict__.setdefault("esgrpo_telling", [])
         _, under_way[:] = ray.wait(under_way, num_returns=len(under_way), timeout=0) if under_way else ([], [])
         under_way.append(trainer.rollouter.__ray_call__.remote(in_flight.trained, uids))
 
@@ -66,8 +66,12 @@ def wait(trainer) -> None:
     """Until the rollouter has heard everything. Raises what the rollouter raised."""
     import ray
 
+    from esgrpo.hooks.verl import owned
+
+    prompts = owned.of(trainer, owned.TrainedPrompts)
+    under_way, prompts.under_way = prompts.under_way, []
     try:
-        ray.get(trainer.__dict__.pop("esgrpo_telling", []), timeout=ANSWER_TIMEOUT_S)
+        ray.get(under_way, timeout=ANSWER_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError:
         say_silent("the rollouter")
 

@@ -34,7 +34,7 @@ def build(original):
     def _step_once(self, *args, **kwargs):
         import inspect
 
-        from esgrpo.hooks.verl import trained_rows, v1_carry_over, v1_drawn, v1_reissued
+        from esgrpo.hooks.verl import in_flight, trained_rows, v1_carry_over, v1_drawn
         from esgrpo.hooks.verl.v1_rows import group_of, real_keys
 
         metrics = inspect.signature(original).bind(self, *args, **kwargs).arguments["metrics"]
@@ -45,7 +45,7 @@ def build(original):
         v1_drawn.note_surplus(self, groups)
         if pool is not None:
             metrics.update(v1_carry_over.settle(self, pool, batch, metrics))
-        metrics.update(v1_reissued.take_metrics(self))
+        metrics.update(in_flight.take_metrics(self))
         return batch
 
     return _step_once
@@ -54,16 +54,17 @@ def build(original):
 def pool_of(trainer):
     """The pool of this trainer, made on first use; None with a sampler of the user's own, which has its own rules."""
     from esgrpo.algo.carry_over import CarryOver
+    from esgrpo.hooks.verl import owned
 
-    if not hasattr(trainer, "esgrpo_carry_over"):
+    carried = owned.of(trainer, owned.Carried)
+    if not carried.known:
         from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
-        buffer, pool = trainer.replay_buffer, None
+        buffer, carried.known = trainer.replay_buffer, True
         if type(buffer) in (ReplayBuffer, ReplayBufferAsync):
             rules = (buffer.max_off_policy_threshold, buffer.max_off_policy_strategy == "drop")
-            pool = load(trainer, rules) or CarryOver(*rules)
-        trainer.esgrpo_carry_over = pool
-    return trainer.esgrpo_carry_over
+            carried.pool = load(trainer, rules) or CarryOver(*rules)
+    return carried.pool
 
 
 def settle(trainer, pool, batch, metrics) -> dict[str, float]:
@@ -109,8 +110,9 @@ def say(trainer, odd: dict[str, list[str]]) -> None:
     import sys
 
     from esgrpo.algo.carry_over import IDS_SHOWN
+    from esgrpo.hooks.verl import owned
 
-    said = trainer.__dict__.setdefault("esgrpo_carry_said", set())
+    said = owned.of(trainer, owned.Carried).said
     for kind in sorted(odd.keys() - said):
         said.add(kind)
         groups = odd[kind]
@@ -127,8 +129,9 @@ def folder(trainer, step: int) -> str:
 def save(trainer) -> None:
     """Write the pool into the folder of the checkpoint that is being saved, which a slow disk does not hold up long."""
     from esgrpo import records
+    from esgrpo.hooks.verl import owned
 
-    pool = getattr(trainer, "esgrpo_carry_over", None)
+    pool = owned.of(trainer, owned.Carried).pool
     if pool is None:
         return
     state = pool.to_state()

@@ -38,32 +38,37 @@ def record(trainer, batch) -> None:
     from esgrpo import records
     from esgrpo.algo.history import prompt_key
     from esgrpo.algo.rows import Submitted
+    from esgrpo.hooks.verl import owned
 
+    drawn = owned.of(trainer, owned.Drawn)
     for group, prompt in zip(batch["uid"], batch["raw_prompt"], strict=True):
-        trainer.esgrpo_drawn = drawn_of(trainer) + 1
+        drawn.draws += 1
         if trainer.trainer_mode == "sync":
-            trainer.__dict__.setdefault("esgrpo_open", set()).add(str(group))
+            drawn.open.add(str(group))
         records.write(Submitted(group=str(group), prompt=prompt_key(getattr(prompt, "data", prompt)),
-                                draw=trainer.esgrpo_drawn))
+                                draw=drawn.draws))
 
 
 def note_surplus(trainer, trained: set[str]) -> None:
     """Under `sync` verl discards groups of a step beyond its batch, and does not say which."""
     from esgrpo import records
     from esgrpo.algo.rows import Evicted
+    from esgrpo.hooks.verl import owned
 
     if trainer.trainer_mode != "sync":
         return
-    buffer, here = trainer.replay_buffer, trainer.__dict__.setdefault("esgrpo_open", set())
+    buffer, here = trainer.replay_buffer, owned.of(trainer, owned.Drawn).open
     gone = here - set(buffer.prompt_global_steps["train"])
-    for group in sorted(gone - trained - buffer.__dict__.get("esgrpo_evicted", {}).keys()):
+    for group in sorted(gone - trained - owned.of(buffer, owned.Groups).evicted.keys()):
         records.write(Evicted(group=group, reason="surplus"))
     here -= gone | trained
 
 
 def drawn_of(trainer) -> int:
     """Prompts drawn so far, over all starts of the run."""
-    return getattr(trainer, "esgrpo_drawn", 0)
+    from esgrpo.hooks.verl import owned
+
+    return owned.of(trainer, owned.Drawn).draws
 
 
 def started(trainer, tags: dict[str, dict]) -> None:
@@ -72,13 +77,14 @@ def started(trainer, tags: dict[str, dict]) -> None:
 
     from esgrpo import records
     from esgrpo.algo.rows import Reissued, Restored, Start
+    from esgrpo.hooks.verl import owned
 
     step, run_dir, run = trainer.global_steps - 1, os.environ.get(records.ENV_RUN_DIR), records.identity()["run"]
     saved = [row.drawn for row in (records.read(run_dir, "checkpoint") if run_dir and step else ())
              if row.step == step and row.run == run]
-    trainer.esgrpo_drawn = saved[-1] if saved else 0
+    owned.of(trainer, owned.Drawn).draws = saved[-1] if saved else 0
     loader = trainer.train_dataloader
-    records.write(Start(resumed_step=step, drawn=trainer.esgrpo_drawn,
+    records.write(Start(resumed_step=step, drawn=drawn_of(trainer),
                         prompts_per_epoch=len(loader) * (getattr(loader, "batch_size", None) or 1)))
     prompts = {key: tag.get("status") for key, tag in tags.items() if tag.get("is_prompt", False)}
     for group in (group for group, status in prompts.items() if status in WAITING):

@@ -32,15 +32,16 @@ def build(original):
         from esgrpo import records
         from esgrpo.algo.carry_over import remember
         from esgrpo.algo.rows import Evicted
-        from esgrpo.hooks.verl import v1_failure
+        from esgrpo.hooks.verl import owned, v1_failure
 
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         reasons = v1_failure.reasons_of(arguments["eviction_reasons"])
-        remember(self.__dict__.setdefault("esgrpo_evicted", {}), reasons)
+        groups = owned.of(self, owned.Groups)
+        remember(groups.evicted, reasons)
         partition = arguments["partition_id"]
         if partition == v1_failure.TRAIN:
-            replaced = getattr(self, "esgrpo_judged", {})  # by the hook on the filter, which has recorded these
-            for group in [group for group in reasons if not replaced.get(group)]:
+            # the hook on the filter has recorded those that it replaced
+            for group in [group for group in reasons if not groups.judged.get(group)]:
                 records.write(Evicted(group=group, reason=reasons[group]))
             v1_failure.count(self, arguments["global_steps"])
         v1_failure.look(self, [group for group, why in reasons.items() if why == "failed"],
@@ -91,16 +92,19 @@ def reasons_of(eviction_reasons) -> dict[str, str]:
 
 def take_evicted(buffer) -> dict[str, str]:
     """Groups that were evicted since the last call, with the reason."""
-    return buffer.__dict__.pop("esgrpo_evicted", {})
+    from esgrpo.hooks.verl import owned
+
+    groups = owned.of(buffer, owned.Groups)
+    taken, groups.evicted = groups.evicted, {}
+    return taken
 
 
 def look(buffer, failed, good) -> None:
-    from esgrpo.algo.failures import FailureStreak
     from esgrpo.errors import RunError
+    from esgrpo.hooks.verl import owned
 
-    if not hasattr(buffer, "esgrpo_failures"):
-        buffer.esgrpo_failures = FailureStreak()
-    if buffer.esgrpo_failures.observe(failed, good):
-        raise RunError("rollout", f"{buffer.esgrpo_failures.in_a_row} prompt groups failed in a row",
+    streak = owned.of(buffer, owned.Failures).streak
+    if streak.observe(failed, good):
+        raise RunError("rollout", f"{streak.in_a_row} prompt groups failed in a row",
                        "groups that end well", "verl would submit new ones for ever, the run stops",
                        "the cause stands in the log of the agent-loop workers above")

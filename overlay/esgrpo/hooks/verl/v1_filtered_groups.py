@@ -56,11 +56,11 @@ def without_gradient(buffer, partition: str) -> dict[str, float]:
 
     verl's cache of verdicts is told, so that its next look counts them itself.
     """
-    from esgrpo.hooks.verl import decision_counts
+    from esgrpo.hooks.verl import decision_counts, owned
 
+    groups = owned.of(buffer, owned.Groups)
     passed = {uid for uid, verdict in buffer._dapo_classification_cache.get(partition, {}).items() if verdict is None}
-    new = passed - getattr(buffer, "esgrpo_filter_judged", set())
-    buffer.esgrpo_filter_judged = passed
+    new, groups.passed = passed - groups.passed, passed
     found = _judge(buffer, partition, new) if new else {}
     decision_counts.add("replaced", groups=len(found))
     buffer._dapo_classification_cache[partition].update(found)
@@ -74,14 +74,14 @@ def foreseen(buffer, partition: str) -> set[str]:
     from esgrpo import config, records
     from esgrpo.algo.pruning import is_resolved_null
     from esgrpo.algo.rows import Replaced
-    from esgrpo.hooks.verl import decision_counts, prune_metrics
+    from esgrpo.hooks.verl import decision_counts, owned, prune_metrics
 
     refills = isinstance(buffer, ReplayBufferAsync) and buffer.refill_fn is not None
     if partition != TRAIN or not refills or not config.current().prune.resolved.enable:
         return set()
     finished = buffer.finished_keys[partition]
-    judged = getattr(buffer, "esgrpo_judged", {})
-    buffer.esgrpo_judged = judged = {uid: judged[uid] for uid in finished & judged.keys()}
+    groups = owned.of(buffer, owned.Groups)
+    groups.judged = judged = {uid: groups.judged[uid] for uid in finished & groups.judged.keys()}
     new = finished - judged.keys()
     judged.update(dict.fromkeys(new, False))
     for uid, members in _groups(buffer, partition, _resolved(buffer, partition, new)).items():

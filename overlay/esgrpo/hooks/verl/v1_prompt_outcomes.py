@@ -46,10 +46,12 @@ def build(original):
 
 def observe_finished(buffer, trainer) -> None:
     """Groups that finished since the last poll; each is observed once. Failed groups say nothing."""
-    known = getattr(buffer, "esgrpo_observed", frozenset())
+    from esgrpo.hooks.verl import owned
+
+    groups = owned.of(buffer, owned.Groups)
     finished = set(buffer.finished_keys[PARTITION])
-    buffer.esgrpo_observed = frozenset(finished)  # a group leaves the queue for good: no more is to be remembered
-    new = finished - known
+    new = finished - groups.observed
+    groups.observed = frozenset(finished)  # a group leaves the queue for good: no more is to be remembered
     if new:
         keys = last_outputs(buffer.partitions[PARTITION], new)
         for prompt, rows in _groups(buffer, trainer, keys):

@@ -26,7 +26,7 @@ def build(original):
     def _reissue_inflight_prompts(self, *args, **kwargs):
         import inspect
 
-        from esgrpo.hooks.verl import v1_drawn, v1_reissued
+        from esgrpo.hooks.verl import owned, v1_drawn, v1_reissued
 
         bound = inspect.signature(original).bind(self, *args, **kwargs)
         bound.apply_defaults()
@@ -36,7 +36,7 @@ def build(original):
         result = original(self, *args, **kwargs)
         if lost["groups"]:
             v1_reissued.say(lost)
-            self.esgrpo_restart = lost
+            owned.of(self, owned.Restarted).lost = lost
         return result
 
     return _reissue_inflight_prompts
@@ -81,9 +81,3 @@ def say(lost: dict[str, int]) -> None:
 
     records.write(Restart(**lost))
     print(f"esgrpo: {reissued_words(**lost)}", file=sys.stderr, flush=True)
-
-
-def take_metrics(trainer) -> dict[str, float]:
-    """For the first step after a restart."""
-    lost = trainer.__dict__.pop("esgrpo_restart", {})
-    return {f"esgrpo/restart/{name}": float(value) for name, value in lost.items()}

@@ -24,9 +24,9 @@ HOOK = Hook(
 def build(original):
     @functools.wraps(original)
     def step(self, *args, **kwargs):
-        from esgrpo.hooks.verl import stop_request, v1_stop_after_step
+        from esgrpo.hooks.verl import owned, stop_request, v1_stop_after_step
 
-        ending = getattr(self, "esgrpo_ending", None)
+        ending = owned.of(self, owned.Ending).error
         if ending is not None:
             raise ending
         result = original(self, *args, **kwargs)
@@ -41,10 +41,11 @@ def save_now(trainer) -> None:
     """Let verl save after this step, and remember what to raise when the next one begins."""
     from omegaconf import open_dict
 
-    from esgrpo.hooks.verl import stop_request
+    from esgrpo.hooks.verl import owned, stop_request
 
     settings = trainer.config.trainer
-    trainer.esgrpo_ending = stop_request.saved(trainer.global_steps, settings.default_local_dir, settings.save_freq)
+    owned.of(trainer, owned.Ending).error = stop_request.saved(trainer.global_steps, settings.default_local_dir,
+                                                               settings.save_freq)
     if settings.save_freq > 0:
         with open_dict(settings):
             settings.save_freq = 1

@@ -1,0 +1,145 @@
+"""What hooks keep on objects of verl: one attribute, `esgrpo`, in which each purpose has one typed part. No hook.
+
+`of(rollouter, InFlightPrompts)` is made on first use and lives as long as its owner. Everything is declared here; no
+other attribute of ours is set on an object of verl. In vLLM, where a token is looked at, `first_and_last_output` has a
+flag of its own on a request, and the scheduler is a subclass of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from esgrpo.algo.calibration import Calibration
+from esgrpo.algo.failures import FailedPrompts, FailureStreak
+from esgrpo.algo.resuming import InFlight
+
+if TYPE_CHECKING:
+    from esgrpo.algo.carry_over import CarryOver
+    from esgrpo.algo.history import PromptHistory
+    from esgrpo.hooks.verl.group_driver import Driver
+    from esgrpo.hooks.verl.prompt_order import PromptOrder
+
+Part = TypeVar("Part")
+
+
+def of(owner, part: type[Part]) -> Part:
+    """This part of what we keep on `owner`."""
+    parts = owner.__dict__.setdefault("esgrpo", {})
+    if part not in parts:
+        parts[part] = part()
+    return parts[part]
+
+
+def take(owner, part: type[Part]) -> Part:
+    """The same, to be begun anew."""
+    taken = of(owner, part)
+    del owner.__dict__["esgrpo"][part]
+    return taken
+
+
+@dataclass
+class Prompts:
+    """Of the rollouter, or of v1's trainer: what is known of prompts, and which one comes next."""
+
+    history: PromptHistory | None = None  # None until it is asked for: the file of an earlier run is read then
+    order: PromptOrder | None = None  # None without the sampler
+    calibration: Calibration = field(default_factory=Calibration)  # of the forecasts that were given out
+
+
+@dataclass
+class InFlightPrompts:
+    """Of the rollouter."""
+
+    ledger: InFlight = field(default_factory=InFlight)  # prompts that were drawn and have not ended
+
+
+@dataclass
+class Restarted:
+    """Of the rollouter, or of v1's trainer."""
+
+    lost: dict[str, int] = field(default_factory=dict)  # fields of rows.Restart; empty again once it was reported
+
+
+@dataclass
+class Failures:
+    """Of the rollouter, or of v1's replay buffer."""
+
+    bound: FailedPrompts | None = None  # of one weight version; None until a prompt failed
+    version: int = 0  # weight versions so far, where the owner does not know them
+    streak: FailureStreak = field(default_factory=FailureStreak)  # v1: groups that failed in a row
+
+
+@dataclass
+class Pruned:
+    """Of the rollouter, or of v1's replay buffer: groups since the last weight version."""
+
+    groups: int = 0
+    rows: list[dict] = field(default_factory=list)  # rows.Response.row() of their members
+    replaced: int = 0  # of these groups: those that another prompt took the place of
+    tokens: int = 0  # of the replaced, in responses that ran to their end
+
+
+@dataclass
+class TrainedPrompts:
+    """Of the fully-async trainer."""
+
+    untold: list[str] = field(default_factory=list)  # uids of the batch in hand
+    under_way: list = field(default_factory=list)  # ObjectRefs of calls that tell the rollouter
+
+
+@dataclass
+class Drawn:
+    """Of v1's trainer."""
+
+    draws: int = 0  # over all starts
+    open: set[str] = field(default_factory=set)  # groups of this step that are neither trained nor gone (`sync`)
+
+
+@dataclass
+class Carried:
+    """Of v1's trainer."""
+
+    pool: CarryOver | None = None  # None with a sampler of the user's own
+    known: bool = False  # whether there is a pool has been looked at
+    said: set[str] = field(default_factory=set)  # kinds of oddities that were said
+
+
+@dataclass
+class Ending:
+    """Of v1's trainer."""
+
+    error: Exception | None = None  # what the next step raises, after a request to stop
+
+
+@dataclass
+class Groups:
+    """Of v1's replay buffer: groups by uid."""
+
+    evicted: dict[str, str] = field(default_factory=dict)  # since the trainer asked: reason, algo.carry_over.ENDINGS
+    judged: dict[str, bool] = field(default_factory=dict)  # finished: was it replaced?
+    passed: set[str] = field(default_factory=set)  # verl's filter, and we have looked at them
+    observed: frozenset[str] = frozenset()  # finished, and the history knows their outcomes
+
+
+@dataclass
+class Server:
+    """Of a vLLM server."""
+
+    windows: list[dict] = field(default_factory=list)  # rows.EngineWindow of those closed and not yet asked for
+    abort_required: bool = False  # while requests are rebalanced: a weight sync keeps none
+
+
+@dataclass
+class Texts:
+    """Of a vLLM server: responses since the last weight version."""
+
+    responses: int = 0  # without text
+    with_text: int = 0
+
+
+@dataclass
+class Worker:
+    """Of an agent-loop worker."""
+
+    driver: Driver | None = None  # None until its first member
