@@ -16,9 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 from ci.matrix import vllm_environment
-from esgrpo import engine, fingerprint
+from esgrpo import engine, fingerprint, recorded
 from esgrpo.compat import Tested
-from esgrpo.tools import apply, patchset, upstreams
+from esgrpo.tools import apply, drift, patchset, upstreams
 
 ROOT = Path(__file__).resolve().parents[2]
 PASS, FAIL, NOT_RUN = "pass", "fail", "not run"
@@ -105,19 +105,17 @@ def fingerprints_in(upstream: str, version: str, pristine: Path, patched: Path |
     every other one must accept that tree or be cured by it.
     """
     wrong, named, silent = [], [], []
-    for record in engine.load_hooks().values():
-        hook = record.hook
-        releases = [r for r in hook.releases if version in r.fingerprints]
-        if hook.upstream != upstream or not releases:
-            silent += [hook.slug] * (hook.upstream == upstream)
+    for hook in drift.guarded_hooks(upstream):
+        known = recorded.of_hook(hook)
+        if version not in known.fingerprints:
+            silent.append(hook.slug)
             continue
         named.append(hook.slug)
-        accepted = {f for r in releases for f in r.fingerprints.values()}
-        for tree in filter(None, (None if releases[0].patches else pristine, patched)):
+        accepted = set(known.fingerprints.values())
+        for tree in filter(None, (None if engine.presumed_patches(hook, version) else pristine, patched)):
             found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), [str(tree)])
-            cured = {f for r in hook.releases for f in r.cured.values()}
-            good = found == releases[0].fingerprints[version] if tree is pristine else found in accepted
-            if good or fingerprint.of_targets((hook.target,), [str(tree)])[0] in cured:
+            good = found == known.fingerprints[version] if tree is pristine else found in accepted
+            if good or fingerprint.of_targets((hook.target,), [str(tree)])[0] in known.cured.values():
                 continue
             what = f"{missing} is missing" if found is None else f"fingerprint {found}, tested {sorted(accepted)}"
             wrong.append(f"{hook.slug}: {'pristine' if tree is pristine else 'patched'} tree: {what}")
@@ -223,7 +221,7 @@ def pytest_run(arguments: list[str], environment: dict[str, str]) -> Outcome:
     return Outcome(PASS if result.returncode == 0 else FAIL, [*failed, lines[-1]])
 
 
-_HOOKS = ("overlay/esgrpo/**/*.py", "ci/matrix/*.py")
+_HOOKS = ("overlay/esgrpo/**/*.py", "overlay/esgrpo/hooks/fingerprints/*.toml", "ci/matrix/*.py")
 _TRAINING = (*_HOOKS, "bench/*.py", "bench/testbed/**/*", "ci/tests/e2e/*.py")
 KINDS = {
     "apply": Kind(apply_only, ("patches/**/*", "overlay/esgrpo/tools/patchset.py", "overlay/esgrpo/tools/apply.py",

@@ -2,8 +2,8 @@
 
 A hook file declares a `HOOK` and either `build(original) -> replacement` (kinds wrap and replace) or
 `apply(module)` with `installed(module) -> bool` (kind add). Importing a hook file has no side effects. The engine
-decides whether a hook may act: its fingerprint must be one that was tested, the version only chooses which one to
-expect. After applying, it reads back and says what it found; it never reports success unconditionally.
+decides whether a hook may act: its fingerprint must be one that was tested (esgrpo.recorded), the version only chooses
+which one to expect. After applying, it reads back and says what it found; it never reports success unconditionally.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from esgrpo import __version__, fingerprint
+from esgrpo import __version__, fingerprint, recorded
 from esgrpo.algo.terms import Feature, Process
 from esgrpo.errors import HookError, plain
 
 MARKER = "__esgrpo__"
+UPSTREAM_OF = {"recipe": "verl"}  # the recipes of verl <= 0.7.0 are a package beside verl in its repository
 PLATFORMS = {"cpu": Feature.CPU, "huawei": Feature.NPU}  # VERL_PLATFORM, in the words of verl -> feature
 
 
@@ -43,27 +44,11 @@ ACCEPTED = FINE | {State.DISABLED}  # what the user switched off by name does no
 
 
 @dataclass(frozen=True)
-class Release:
-    """Tested releases of one upstream: PEP 508 specifier and the joint fingerprint of the targets per version.
-
-    `patches` are the slugs of git patches that these fingerprints presume.
-    A patched checkout is named version+slug, several slugs joined by dots, all of the series version+series. `cured`
-    has the sources that need the hook no more, by the git patch of the same slug or by upstream itself: fingerprints of
-    the target alone, since what the hook relies on may not exist there.
-    """
-
-    upstream: str
-    spec: str
-    fingerprints: dict[str, str]
-    patches: tuple[str, ...] = ()
-    cured: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Hook:
     """Declaration of one behaviour. `target` and `relies_on` are "module:qualname"; all are fingerprinted.
 
-    In `relies_on`, "module:Class.__bases__" is a class without its body, and what ends in "?" may be absent.
+    In `relies_on`, "module:Class.__bases__" is a class without its body, and what ends in "?" may be absent. Which
+    fingerprints of them are tested stands in hooks/fingerprints/, written by `python -m ci.record_hooks`.
     """
 
     slug: str
@@ -71,12 +56,14 @@ class Hook:
     process: tuple[str, ...]
     kind: str  # wrap | replace | add
     why: str
-    releases: tuple[Release, ...]
     remove_when: str
     features: tuple[str, ...] = ()  # needed when one of these is on; empty: always
     relies_on: tuple[str, ...] = ()
     rebinds: tuple[str, ...] = ()  # "module:name" aliases that `from x import f` made before we came
+    after: tuple[str, ...] = ()  # slugs of hooks on the same target that this one wraps
     without: tuple[tuple[str, str], ...] = ()  # (specifier, reason): releases in which this hook has no place
+    patches: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (specifier, slugs): git patches that it presumes there
+    unguarded: str = ""  # why no fingerprint guards the target
 
     def __post_init__(self):
         """Raises HookError for a word that nothing will ever match: the hook would silently never be needed."""
@@ -95,7 +82,7 @@ class Hook:
     @property
     def upstream(self) -> str:
         root = self.module.partition(".")[0]
-        return self.releases[0].upstream if self.releases else "python" if root in sys.stdlib_module_names else root
+        return "python" if root in sys.stdlib_module_names else UPSTREAM_OF.get(root, root)
 
 
 @dataclass
@@ -160,14 +147,29 @@ def upstream_version(upstream: str) -> str | None:
 def load_hooks() -> dict[str, Record]:
     """Import every hook file (no upstream is imported) and return the registry."""
     if not _records:
-        from esgrpo.hooks import HOOK_FILES
+        from esgrpo import hooks
 
-        for name in HOOK_FILES:
+        found: dict[str, Record] = {}
+        for name in hooks.files():
             code = importlib.import_module(f"esgrpo.hooks.{name}")
-            if code.HOOK.slug in _records:
+            if code.HOOK.slug in found:
                 raise HookError(code.HOOK.slug, "declared twice", "one hook a slug", "nothing is loaded", "rename one")
-            _records[code.HOOK.slug] = Record(code.HOOK, code)
+            found[code.HOOK.slug] = Record(code.HOOK, code)
+        for record in found.values():
+            _place(record.hook.slug, found)
     return _records
+
+
+def _place(slug: str, found: dict[str, Record], outer: tuple[str, ...] = ()) -> None:
+    """Into the registry, behind the hooks that it wraps. Raises HookError where one is unknown or wraps itself."""
+    if slug in _records:
+        return
+    if slug not in found or slug in outer:
+        raise HookError(outer[-1], f"after {slug}", "the slug of another hook, which is not after this one",
+                        "nothing is loaded", "correct the declaration")
+    for inner in found[slug].hook.after:
+        _place(inner, found, (*outer, slug))
+    _records[slug] = found[slug]
 
 
 def boot(cannot_act: Callable[[Record], None] | None = None) -> None:
@@ -213,18 +215,25 @@ def public_version(version: str) -> str:
         return version
 
 
-def has_no_place(hook: Hook, version: str) -> str:
-    """Why the hook has nothing to do in this release; empty when it has."""
+def _in_release(table: tuple, version: str) -> list:
+    """What a table of (specifier, value) says of this release."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion
 
-    for specifier, reason in hook.without:
-        try:
-            if SpecifierSet(specifier).contains(public_version(version)):
-                return reason
-        except InvalidVersion:  # a checkout that does not know its version: the fingerprint decides alone
-            return ""
-    return ""
+    try:
+        return [value for specifier, value in table if SpecifierSet(specifier).contains(public_version(version))]
+    except InvalidVersion:  # a checkout that does not know its version: the fingerprint decides alone
+        return []
+
+
+def has_no_place(hook: Hook, version: str) -> str:
+    """Why the hook has nothing to do in this release; empty when it has."""
+    return next(iter(_in_release(hook.without, version)), "")
+
+
+def presumed_patches(hook: Hook, version: str) -> list[str]:
+    """Slugs of the git patches without which the hook's source is not in this release."""
+    return [slug for slugs in _in_release(hook.patches, version) for slug in slugs]
 
 
 def check(hook: Hook, search: list[str] | None = None,
@@ -238,44 +247,42 @@ def check(hook: Hook, search: list[str] | None = None,
         return State.DISABLED, "ESGRPO_DISABLE", ""
     if hook.features and not (active_features() if features is None else features).intersection(hook.features):
         return State.NOT_NEEDED, f"feature {'|'.join(hook.features)} is off", ""
-    if not hook.releases:
-        absent = hook.upstream != "python" and upstream_version(hook.upstream) is None
-        return (State.ABSENT, f"{hook.upstream} is not installed", "") if absent else (State.PENDING, "", "")
-    release = hook.releases[0]
-    version = upstream_version(release.upstream)
+    upstream = hook.upstream
+    version = "" if upstream == "python" else upstream_version(upstream)
     if version is None:
-        return State.ABSENT, f"{release.upstream} is not installed", ""
+        return State.ABSENT, f"{upstream} is not installed", ""
+    if hook.unguarded:
+        return State.PENDING, "", ""
     reason = has_no_place(hook, version)
     if reason:
-        return State.NOT_NEEDED, f"{release.upstream} {version}: {reason}", ""
+        return State.NOT_NEEDED, f"{upstream} {version}: {reason}", ""
     cure, found = cured_by(hook, search)
     if cure:
         return State.NOT_NEEDED, f"cured by {cure}", found
     found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), search)
-    known = {v: f for r in hook.releases for v, f in r.fingerprints.items()}
+    known = recorded.of_hook(hook).fingerprints
     if found is not None and found in known.values():
-        return State.PENDING, f"{release.upstream} {version}", found
+        return State.PENDING, f"{upstream} {version}", found
     what = f"{missing} is missing" if found is None else f"fingerprint {found}"
-    needed = [slug for r in hook.releases for slug in r.patches if public_version(version) in r.fingerprints]
+    needed = presumed_patches(hook, version)
     hint = f"; it presumes the git patches {', '.join(needed)}: see ./apply.sh" if needed else ""
     if version in known:
-        return State.DRIFTED, f"{release.upstream} {version}: {what}, expected {known[version]}{hint}", found or ""
+        return State.DRIFTED, f"{upstream} {version}: {what}, expected {known[version]}{hint}", found or ""
     tested = ", ".join(v for v in known if "+" not in v)
-    return State.INCOMPATIBLE, f"{release.upstream} {version}: {what}, tested {tested}{hint}", found or ""
+    return State.INCOMPATIBLE, f"{upstream} {version}: {what}, tested {tested or 'nowhere'}{hint}", found or ""
 
 
 def cured_by(hook: Hook, search: list[str] | None = None) -> tuple[str, str]:
     """(who did the hook's work in the source, fingerprint), or empty strings: never the hook on top of its patch."""
-    cured = {f: (release.upstream, source) for release in hook.releases for source, f in release.cured.items()}
+    cured = {f: source for source, f in recorded.of_hook(hook).cured.items()}
     if not cured:
         return "", ""
     found = fingerprint.of_targets((hook.target,), search)[0]
     if found not in cured:
         return "", ""
-    upstream, source = cured[found]
-    version, _, patches = source.partition("+")
+    version, _, patches = cured[found].partition("+")
     patched = {hook.slug, "series"}.intersection(patches.split("."))
-    return f"the git patch {hook.slug}" if patched else f"{upstream} {version} itself", found
+    return f"the git patch {hook.slug}" if patched else f"{hook.upstream} {version} itself", found
 
 
 def _activate(record: Record) -> None:

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from esgrpo import recorded
 from esgrpo.hooks.verl import segment_config
 
 pytest.importorskip("verl")
 pytestmark = pytest.mark.slow
 GO_ON = {"ESGRPO_DISABLE": "driver-start,partial-driver-start"}
 WITHOUT_A_DRIVER = ("0.7.1", "0.8.0")  # releases whose driver no hook reads: the guard ends a process that has the key
-RELEASES = tuple(segment_config.HOOK.releases[0].fingerprints)
+RELEASES = tuple(recorded.of_hook(segment_config.HOOK).fingerprints)
 OVERRIDES = ["actor_rollout_ref.rollout.name=vllm",  # mandatory since 0.8.0
              "+actor_rollout_ref.rollout.segment.enable=True", "+actor_rollout_ref.rollout.segment.segment_length=1024",
              "+actor_rollout_ref.rollout.segment.prune.repetition.enable=True"]

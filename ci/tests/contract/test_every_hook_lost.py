@@ -40,7 +40,7 @@ import ray, verl
 import verl.utils.device as device
 import verl.trainer.main_ppo as v1
 import verl.experimental.fully_async_policy.fully_async_main as fully_async
-from esgrpo import engine, fingerprint, guard
+from esgrpo import engine, fingerprint, guard, recorded
 
 # nothing on disk changes here
 engine.upstream_version = functools.cache(engine.upstream_version)
@@ -85,17 +85,16 @@ def start(kind):
     return {"end": end, "said": said.getvalue()}
 
 def lose(record, mode):
-    release = dataclasses.replace(record.hook.releases[0], cured={}, fingerprints={
-        version: "0" * 16 for version in record.hook.releases[0].fingerprints}) if record.hook.releases else None
     if mode == "absent":
         record.hook = dataclasses.replace(record.hook, target=record.hook.target + "_gone")
-    elif mode != "disabled" and release is not None:
-        record.hook = dataclasses.replace(record.hook, releases=(release,))
+    elif mode != "disabled" and not record.hook.unguarded:
+        hooks = recorded.of_upstream(record.hook.upstream).hooks
+        hooks[slug] = recorded.Recorded({version: "0" * 16 for version in hooks[slug].fingerprints})
 
 CALLED = True
 answers = {"whole": {kind: start(kind) for kind in mains}}
 for slug, record in engine.load_hooks().items():
-    whole = record.hook
+    whole, sources = record.hook, recorded.of_hook(record.hook)
     for mode in MODES:
         os.environ["ESGRPO_STRICT"] = "0" if mode == "lenient" else "1"
         os.environ.pop("ESGRPO_DISABLE", None)
@@ -109,6 +108,8 @@ for slug, record in engine.load_hooks().items():
         answers[f"{slug} {mode}"] = {"state": record.state.value, "detail": record.detail,
                                      **{kind: start(kind) for kind in asked[slug]}}
         record.hook, (record.state, record.detail) = whole, before
+        if not whole.unguarded:
+            recorded.of_upstream(whole.upstream).hooks[slug] = sources
         os.environ.pop("ESGRPO_DISABLE", None)
         engine.refresh()
     os.environ["ESGRPO_STRICT"] = "1"
@@ -163,7 +164,7 @@ def test_a_lost_hook_is_refused_in_one_line_or_not_needed(answers, slug, mode):
     answer = answers[f"{slug} {mode}"]
     ends = {kind: answer[kind]["end"] for kind in starts_for(slug)}
     reason = engine.has_no_place(hook_of(slug), engine.upstream_version(hook_of(slug).upstream) or "0")
-    without_source = mode == "drifted" and not hook_of(slug).releases  # presumes no source: only read back
+    without_source = mode == "drifted" and hook_of(slug).unguarded  # presumes no source: only read back
     if reason or slug in NOT_ASKED or without_source:
         assert set(ends.values()) == {"started"}
         return
@@ -179,7 +180,7 @@ def test_both_ways_out_start_and_are_said(answers, slug, mode):
     answer = answers[f"{slug} {mode}"]
     for kind in starts_for(slug):
         assert answer[kind]["end"] == "started", (kind, answer[kind]["end"])
-        silent = kind not in asked_by(slug) or not hook_of(slug).releases
+        silent = kind not in asked_by(slug) or hook_of(slug).unguarded
         assert slug in answer[kind]["said"] or silent
 
 

@@ -2,21 +2,24 @@
 
 import ast
 import importlib
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
-from esgrpo import engine, fingerprint
+from ci import record_hooks
+from esgrpo import engine, fingerprint, hooks, recorded
 from esgrpo.algo.terms import Feature, Process
 from esgrpo.errors import HookError
-from esgrpo.hooks import HOOK_FILES
+from esgrpo.tools import drift as drift_of
 
 HOOKS = Path(importlib.import_module("esgrpo.hooks").__file__).parent
 FILES = sorted(path for path in HOOKS.rglob("*.py") if path.name != "__init__.py")
 UPSTREAMS = {"verl", "vllm", "vllm_ascend", "torch", "torch_npu", "ray", "transformers", "tensordict", "omegaconf",
              "hydra", "mindspeed", "megatron", "wrapt"}
-DISTRIBUTION_OF = {"recipe": "verl"}  # the recipes of verl <= 0.7.0 are a package beside verl in its repository
+HOOK_FILES = hooks.files()
+UPSTREAM_FILES = sorted(path.stem for path in recorded.DIRECTORY.glob("*.toml"))
 # 0, 1 and -1 index and count; anything else is a decision, and decisions live in algo/ or in the config.
 PLAIN_NUMBERS = {0, 1, -1}
 
@@ -34,10 +37,31 @@ def code(request):
     return importlib.import_module(f"esgrpo.hooks.{request.param}")
 
 
-def test_every_file_with_a_hook_is_listed_once():
+def test_every_file_with_a_hook_is_found():
+    """By its text at the start of a process; here by its syntax."""
     declared = [label(path) for path in FILES if any(
-        isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "HOOK" for node in tree(path).body)]
-    assert sorted(HOOK_FILES) == sorted(declared) and len(set(HOOK_FILES)) == len(HOOK_FILES)
+        isinstance(node, (ast.Assign, ast.AnnAssign)) and "HOOK" in ast.unparse(node).split("=")[0]
+        for node in tree(path).body)]
+    assert HOOK_FILES == sorted(declared) and len(declared) > 1
+
+
+def test_hooks_on_the_same_target_say_which_one_wraps_the_other():
+    """Not the names of their files decide, unless no release has a place for both."""
+    def inner(hook):
+        return {slug for name in hook.after for slug in (name, *inner(loaded[name]))}
+
+    def together(one, other):
+        versions = {v.partition("+")[0] for hook in (one, other) for v in recorded.of_hook(hook).fingerprints}
+        return any(not engine.has_no_place(one, v) and not engine.has_no_place(other, v) for v in versions)
+
+    loaded = {slug: record.hook for slug, record in engine.load_hooks().items()}
+    pairs = [(one, other) for one, other in itertools.combinations(loaded.values(), 2)
+             if one.target == other.target and together(one, other)]
+    assert len(pairs) > 1
+    assert [(a.slug, b.slug) for a, b in pairs if a.slug not in inner(b) and b.slug not in inner(a)] == []
+    order = list(loaded)
+    assert all(order.index(slug) < order.index(hook.slug) for hook in loaded.values() for slug in inner(hook))
+    assert all(loaded[slug].target == hook.target for hook in loaded.values() for slug in hook.after)
 
 
 def test_slugs_are_unique():
@@ -54,10 +78,9 @@ def test_the_declaration_is_complete(code):
     for target in (hook.target, *hook.relies_on, *hook.rebinds):
         assert re.fullmatch(r"[\w.]+:[\w.]+\??", target), target
     assert not hook.target.endswith("?")
-    for release in hook.releases:
-        sources = [*release.fingerprints.values(), *release.cured.values()]
-        assert release.fingerprints and all(re.fullmatch("[0-9a-f]{16}", f) for f in sources)
-        assert release.upstream == DISTRIBUTION_OF.get(root := hook.module.partition(".")[0], root)
+    known = recorded.of_hook(hook)
+    assert bool(known.fingerprints) != bool(hook.unguarded), "python -m ci.record_hooks has not been run"
+    assert all(re.fullmatch("[0-9a-f]{16}", f) for f in (*known.fingerprints.values(), *known.cured.values()))
 
 
 def test_every_word_of_the_vocabulary_is_used():
@@ -70,30 +93,41 @@ def test_every_word_of_the_vocabulary_is_used():
 def test_a_word_that_nothing_ever_matches_is_refused(field, words):
     declared = {"process": ("driver",), **{field: words}}
     with pytest.raises(HookError) as refusal:
-        engine.Hook("a-hook", "verl:f", kind="wrap", why="", releases=(), remove_when="", **declared)
+        engine.Hook("a-hook", "verl:f", kind="wrap", why="", remove_when="", **declared)
     assert f"{field} {words[-1]!r}" in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_tested_versions_are_inside_the_specifier(code):
-    from packaging.specifiers import SpecifierSet
+def test_the_fingerprints_are_those_of_hooks():
+    """No entry of a hook that is gone, and a file as the command writes it."""
+    for upstream in UPSTREAM_FILES:
+        of = recorded.of_upstream(upstream)
+        assert set(of.hooks) == {hook.slug for hook in drift_of.guarded_hooks(upstream)}
+        assert recorded.path_of(upstream).read_text(encoding="utf-8") == record_hooks.text_of(of)
 
-    for release in code.HOOK.releases:
-        for version in (*release.fingerprints, *release.cured):
-            assert SpecifierSet(release.spec).contains(version, prereleases=True), (release.spec, version)
+
+def test_without_its_file_no_hook_of_an_upstream_acts(monkeypatch, tmp_path):
+    monkeypatch.setattr(recorded, "DIRECTORY", tmp_path)
+    recorded.of_upstream.cache_clear()
+    with pytest.raises(HookError, match="verl.toml: FileNotFoundError.*no hook of it acts"):
+        recorded.of_hook(engine.load_hooks()["driver-start"].hook)
+    monkeypatch.undo()
+    assert recorded.of_hook(engine.load_hooks()["driver-start"].hook).fingerprints
 
 
 def test_a_strict_run_reaches_it(code):
     """Other releases of verl lack hooks that a run needs: there, and in a trainer that is refused, none would act."""
     whole = {"0.7.0", "0.9.1"}  # of which each hook is either declared or said to have no place
-    releases = [release for release in code.HOOK.releases if release.upstream == "verl"]
-    assert not releases or any(whole & release.fingerprints.keys() for release in releases)
+    assert code.HOOK.upstream != "verl" or whole & recorded.of_hook(code.HOOK).fingerprints.keys()
 
 
 def test_the_git_patches_that_a_release_presumes_exist(code):
-    for release in code.HOOK.releases:
-        for version in release.fingerprints if release.patches else ():
-            directory = HOOKS.parents[2] / "patches" / release.upstream / f"v{version}"
-            assert [slug for slug in release.patches if not (directory / f"{slug}.patch").is_file()] == []
+    for specifier, slugs in code.HOOK.patches:
+        having = [version for version in recorded.of_hook(code.HOOK).fingerprints
+                  if engine.presumed_patches(code.HOOK, version) == list(slugs)]
+        assert having, specifier
+        for version in having:
+            directory = HOOKS.parents[2] / "patches" / code.HOOK.upstream / f"v{version}"
+            assert [slug for slug in slugs if not (directory / f"{slug}.patch").is_file()] == []
 
 
 def test_the_file_has_what_its_kind_needs(code):
@@ -117,27 +151,23 @@ def test_a_replacement_is_a_plain_function_that_keeps_its_original(code):
     assert replacement.__doc__ == "Original."
 
 
-def drift(hook) -> list[str]:
+def drift(hook, known: recorded.Recorded) -> list[str]:
     """Differences between the installed upstream and what was tested, one line each."""
-    lines = []
-    for upstream in {release.upstream for release in hook.releases}:
-        version = engine.upstream_version(upstream)
-        if version and engine.has_no_place(hook, version):  # other releases only
-            continue
-        known = {v: f for release in hook.releases for v, f in release.fingerprints.items()}
-        cured = {f for release in hook.releases for v, f in release.cured.items() if v == version}
-        if fingerprint.of_targets((hook.target,))[0] in cured:
-            continue
-        found, missing = fingerprint.of_targets((hook.target, *hook.relies_on))
-        if found != known.get(version):
-            lines.append(f"{hook.slug}: {upstream} {version}: found {found or missing}, tested {known}")
-    return lines
+    version = engine.upstream_version(hook.upstream)
+    if hook.unguarded or not version or engine.has_no_place(hook, version):
+        return []
+    cured = {f for v, f in known.cured.items() if v == version}
+    if fingerprint.of_targets((hook.target,))[0] in cured:
+        return []
+    found, missing = fingerprint.of_targets((hook.target, *hook.relies_on))
+    tested = known.fingerprints.get(version)
+    return [] if found is not None and found == tested else [f"{hook.slug}: found {found or missing}, tested {tested}"]
 
 
 def test_the_installed_upstream_is_the_tested_one(code):
     pytest.importorskip("verl")
     pytest.importorskip("vllm")
-    assert drift(code.HOOK) == []
+    assert drift(code.HOOK, recorded.of_hook(code.HOOK)) == []
 
 
 def test_drift_is_noticed():
@@ -145,11 +175,13 @@ def test_drift_is_noticed():
     import dataclasses
 
     hook = importlib.import_module("esgrpo.hooks.verl.driver_start").HOOK
-    release = dataclasses.replace(hook.releases[0], fingerprints={"0.9.1": "0" * 16})
-    assert drift(dataclasses.replace(hook, releases=(release,)))
-    assert drift(dataclasses.replace(hook, target=hook.target + "_gone"))
-    cured = dataclasses.replace(release, cured={"0.9.0": fingerprint.of_targets((hook.target,))[0]})
-    assert drift(dataclasses.replace(hook, releases=(cured,)))  # cured in another release only
+    known = recorded.of_hook(hook)
+    assert drift(hook, known) == []
+    assert drift(hook, recorded.Recorded({"0.9.1": "0" * 16}))
+    assert drift(dataclasses.replace(hook, target=hook.target + "_gone"), known)
+    here = fingerprint.of_targets((hook.target,))[0]
+    assert drift(hook, recorded.Recorded({"0.9.1": "0" * 16}, {"0.9.0": here}))  # cured in another release only
+    assert drift(hook, recorded.Recorded({"0.9.1": "0" * 16}, {"0.9.1": here})) == []
 
 
 def module_level_imports(module: ast.Module):

@@ -128,7 +128,7 @@ if __name__ == "__main__":
 HOOKED = """
 import functools, types
 from esgrpo import engine
-hook = engine.Hook("a", "colorsys:rgb_to_hsv", ("driver",), "wrap", "why", (), "when")
+hook = engine.Hook("a", "colorsys:rgb_to_hsv", ("driver",), "wrap", "why", "when", unguarded="a test")
 build = lambda original: functools.wraps(original)(lambda *args: original(*args))
 engine._records["a"] = engine.Record(hook, types.SimpleNamespace(build=build))
 engine.boot()

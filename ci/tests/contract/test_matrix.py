@@ -17,14 +17,14 @@ pytest.importorskip("vllm")
 
 from ci.matrix import __main__ as driver  # noqa: E402
 from ci.matrix import cells  # noqa: E402
-from esgrpo import compat, engine, fingerprint  # noqa: E402
+from esgrpo import compat, engine, fingerprint, recorded  # noqa: E402
 from esgrpo.errors import EsgrpoError  # noqa: E402
 from esgrpo.tools import drift  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 RELEASES = {"verl": "0.9.1", "vllm": "0.28.0"}
 HOOKS = [record.hook for record in engine.load_hooks().values()
-         if any(RELEASES.get(r.upstream) in r.fingerprints for r in record.hook.releases)]
+         if RELEASES.get(record.hook.upstream) in recorded.of_hook(record.hook).fingerprints]
 
 
 @pytest.fixture(scope="module")

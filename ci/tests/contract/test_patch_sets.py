@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ci.tests.contract import patch_tree, patched
-from esgrpo import engine, fingerprint
+from esgrpo import engine, fingerprint, recorded
 from esgrpo.tools import apply, patchset
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,7 +25,7 @@ def test_test_hook_and_release_of_a_header_exist(patches, patch):
     assert (ROOT / patch.header["Test"]).is_file()
     if patch.header["Hook"] != "none":
         hook = engine.load_hooks()[patch.header["Hook"]].hook
-        cured = {source.partition("+")[0] for release in hook.releases for source in release.cured}
+        cured = {source.partition("+")[0] for source in recorded.of_hook(hook).cured}
         assert hook.slug == patch.slug and (version in cured or upstream == "ray")
 
 
@@ -44,8 +44,8 @@ def subsets(version):
 
 def covered(hook, version) -> bool:
     """Is this hook for this release at all?"""
-    return any(source.partition("+")[0] == version for release in hook.releases
-               for source in (*release.fingerprints, *release.cured))
+    known = recorded.of_hook(hook)
+    return any(source.partition("+")[0] == version for source in (*known.fingerprints, *known.cured))
 
 
 @pytest.mark.parametrize("version", ["0.9.0", "0.9.1"])

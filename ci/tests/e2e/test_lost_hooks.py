@@ -21,12 +21,9 @@ import os, sys
 if os.environ.get("ESGRPO_ENABLE") == "1":
     lost, everywhere = os.environ.get("TEST_LOST_HOOK"), os.environ.get("TEST_LOST_EVERYWHERE")
     if lost and (everywhere or not any("fully_async_main" in word for word in sys.orig_argv)):
-        import dataclasses
-        from esgrpo import engine
-        record = engine.load_hooks()[lost]
-        release = dataclasses.replace(record.hook.releases[0], fingerprints={
-            version: "0" * 16 for version in record.hook.releases[0].fingerprints})
-        record.hook = dataclasses.replace(record.hook, releases=(release,))
+        from esgrpo import engine, recorded
+        hooks = recorded.of_upstream(engine.load_hooks()[lost].hook.upstream).hooks
+        hooks[lost] = recorded.Recorded({version: "0" * 16 for version in hooks[lost].fingerprints})
 """
 IN_ONE_KIND = {"rollouter": "rollouter-failure-is-loud", "trainer": "trained-rows",
                "actor-worker": "policy-loss-context", "agent-loop-worker": "group-members",

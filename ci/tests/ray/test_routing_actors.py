@@ -47,7 +47,7 @@ from actor import Actor
 plain = ray.get(Actor.remote(5, second=7).seen.remote())
 import importlib, actor
 Actor = importlib.reload(actor).Actor
-hook = engine.Hook("swaps-queue", "actor:Actor.__init__", ("driver",), "wrap", "why", (), "when")
+hook = engine.Hook("swaps-queue", "actor:Actor.__init__", ("driver",), "wrap", "why", "when", unguarded="a test")
 engine._records["swaps-queue"] = engine.Record(hook, types.SimpleNamespace(build=build))
 engine.refresh()
 answers = {"plain": plain, "hooked": ray.get(Actor.remote(5, second=7).seen.remote())}

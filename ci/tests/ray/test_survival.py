@@ -81,7 +81,7 @@ for row, (action, module, _) in ROWS.items():
         from esgrpo import engine
         build = plain_async if action == "engine_async" else plain
         name = "own_async" if action == "engine_async" else "own"
-        hook = engine.Hook(row, module + ":Actor." + name, ("driver",), "wrap", "why", (), "when")
+        hook = engine.Hook(row, module + ":Actor." + name, ("driver",), "wrap", "why", "when", unguarded="a test")
         engine._records[row] = engine.Record(hook, types.SimpleNamespace(build=build))
     else:
         wrapt.when_imported(module)(globals()[action])

@@ -23,8 +23,11 @@ class Ignores(metaclass=Stubborn):
 # Read by every script: declares hooks on the throw-away upstream and shows the states as JSON on the last line.
 HELPERS = '''
 import functools, json, sys, types
-from esgrpo import engine, fingerprint
-from esgrpo.engine import Hook, Record, Release
+from esgrpo import engine, fingerprint, recorded
+from esgrpo.engine import Hook, Record
+
+throw_away = recorded.Upstream((">=1,<2",), {})
+recorded.of_upstream = lambda upstream: throw_away
 
 def tag(original):
     @functools.wraps(original)
@@ -32,11 +35,11 @@ def tag(original):
         return "hooked " + original(*args, **kwargs)
     return replacement
 
-def declare(slug="a", target="up.mod:f", kind="wrap", build=tag, tested=None, upstream="up", cured={}, **fields):
+def declare(slug="a", target="up.mod:f", kind="wrap", build=tag, tested=None, cured={}, **fields):
     if tested is None:
         tested = {"1.0": fingerprint.of_targets((target,))[0]}
-    releases = (Release(upstream, ">=1,<2", tested, cured=cured),) if tested else ()
-    hook = Hook(slug, target, ("driver",), kind, "why", releases, "when", **fields)
+    throw_away.hooks[slug] = recorded.Recorded(tested, cured)
+    hook = Hook(slug, target, ("driver",), kind, "why", "when", unguarded="" if tested else "a test", **fields)
     code = build if isinstance(build, types.SimpleNamespace) else types.SimpleNamespace(build=build)
     engine._records[slug] = Record(hook, code)
 

@@ -96,11 +96,10 @@ def test_status_sees_the_features_and_the_switches(run_python, overlay):
 
 
 DRIFTS = """
-import dataclasses, sys
-from esgrpo import cli, engine
-hook = engine.load_hooks()[sys.argv[1]].hook
-release = dataclasses.replace(hook.releases[0], fingerprints={v: "0" * 16 for v in hook.releases[0].fingerprints})
-engine.load_hooks()[sys.argv[1]].hook = dataclasses.replace(hook, releases=(release,))
+import sys
+from esgrpo import cli, engine, recorded
+hooks = recorded.of_upstream(engine.load_hooks()[sys.argv[1]].hook.upstream).hooks
+hooks[sys.argv[1]] = recorded.Recorded({v: "0" * 16 for v in hooks[sys.argv[1]].fingerprints})
 sys.exit(cli.main(sys.argv[2:]))
 """
 SEGMENT = "+actor_rollout_ref.rollout.segment"

@@ -41,9 +41,9 @@ def test_disabled_by_name(script, value, state):
 
 
 def test_absent_upstream(script):
-    source = "declare(target='gone.mod:f', tested={'1.0': '0'}, upstream='gone'); engine.boot(); show()"
+    source = "declare(target='gone.mod:f', tested={'1.0': '0'}); engine.boot(); show()"
     assert script(source)[0] == {"a": "ABSENT"}
-    assert script(source.replace("upstream='gone'", "upstream='up'"))[0] == {"a": "DRIFTED"}  # installed, other source
+    assert script(source.replace("gone.mod", "up.gone"))[0] == {"a": "DRIFTED"}  # installed, other source
     assert script("declare(target='gone.mod:f', tested={}); engine.boot(); show()")[0] == {"a": "ABSENT"}
 
 
@@ -232,9 +232,10 @@ def test_the_boot_line_shows_the_switches(script):
 
 def test_boot_is_idempotent_and_refuses_a_slug_twice(script):
     source = ("module = types.ModuleType('esgrpo.hooks.one'); import esgrpo.hooks\n"
-              "module.HOOK = Hook('a', 'up.mod:f', ('driver',), 'wrap', 'why', (), 'when'); module.build = tag\n"
+              "module.HOOK = Hook('a', 'up.mod:f', ('driver',), 'wrap', 'why', 'when', unguarded='a test')\n"
+              "module.build = tag\n"
               "sys.modules['esgrpo.hooks.one'] = sys.modules['esgrpo.hooks.two'] = module\n"
-              "esgrpo.hooks.HOOK_FILES = {}\n"
+              "esgrpo.hooks.files = lambda: {}\n"
               "try: engine.boot(); engine.boot(); import up.mod; print(json.dumps(up.mod.f('x')))\n"
               "except engine.HookError as error: print(json.dumps(str(error)))")
     assert script(source.replace("{}", "('one',)"))[0] == "hooked plain x"

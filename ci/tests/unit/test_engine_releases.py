@@ -33,19 +33,15 @@ def test_a_hook_has_no_place_in_some_releases(script, without, state):
                                              ("unknown", "unknown")])
 def test_a_checkout_of_a_tag_is_that_release(version, public):
     """verl's tag v0.7.0 calls itself 0.7.0.dev, which a specifier would put before 0.7.0."""
-    hook = engine.Hook("a", "up:f", (), "wrap", "", (), "", without=(("==0.7.0", "reason"),))
+    hook = engine.Hook("a", "up:f", (), "wrap", "", "", without=(("==0.7.0", "reason"),))
     assert engine.public_version(version) == public
     assert engine.has_no_place(hook, version) == ("reason" if public == "0.7.0" else "")
 
 
 def test_a_refusal_names_the_git_patches(script):
     said, _ = script("""
-declare(tested={"1.0": "0" * 16})
-record = engine._records["a"]
-import dataclasses
-release = dataclasses.replace(record.hook.releases[0], patches=("mend-this", "mend-that"))
-record.hook = dataclasses.replace(record.hook, releases=(release,))
-engine.boot(); import up.mod; show(detail=record.detail)""")
+declare(tested={"1.0": "0" * 16}, patches=(("==1.0", ("mend-this", "mend-that")), ("==2.0", ("no-such",))))
+engine.boot(); import up.mod; show(detail=engine._records['a'].detail)""")
     assert said["a"] == "DRIFTED" and "mend-this, mend-that" in said["detail"] and "apply.sh" in said["detail"]
 
 

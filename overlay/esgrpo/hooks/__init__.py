@@ -1,89 +1,22 @@
-"""Every hook file, one behaviour each. Order is the order of application when a module carries several."""
+"""Hook files, one behaviour each. A file that declares `HOOK` is a hook; the others are what hooks share.
 
-HOOK_FILES: tuple[str, ...] = (
-    "verl.segment_config",
-    "verl.driver_start",
-    "verl.driver_ending",  # inside driver_refusal
-    "verl.driver_refusal",
-    "verl.handshake",
-    "verl.client_attempts",
-    "verl.attempt_places",
-    "verl.group_members",
-    "verl.group_rows",
-    "verl.server_control",
-    "verl.server_slots",
-    "verl.server_version",
-    "verl.token_outputs",
-    "verl.pause_without_dropped_argument",
-    "verl.kept_requests",
-    "verl.rebalance_aborts",
-    "verl.abort_by_external_id",
-    "verl.resume_without_sleep",
-    "verl.weight_socket",
-    "verl.rollouter_windows",
-    "verl.rollouter_failure",
-    "verl.prompt_history",
-    "verl.prompt_forecasts",
-    "verl.prompt_queue",
-    "verl.tail_router",
-    "verl.trained_rows",
-    "verl.loss_context",
-    "verl.policy_losses",
-    "verl.metric_prefix",
-    "verl.weighted_rows",
-    "verl.grpo_segment",
-    "verl.replaced_groups",
-    "verl.failed_prompts",
-    "verl.in_flight",
-    "verl.in_flight_checkpoint",
-    "verl.in_flight_reissued",
-    "verl.trained_prompts",
-    "verl.trained_checkpoint",
-    "verl.stop_after_step",
-    "verl.prompt_sampler",
-    "verl.v1_prompt_sampler",
-    "verl.v1_prompt_order",
-    "verl.v1_prompt_outcomes",
-    "verl.v1_prompt_steps",
-    "verl.v1_standalone_start",
-    "verl.v1_sync_handshake",
-    "verl.v1_handshake",
-    "verl.v1_response_rows",
-    "verl.v1_masked_rows",
-    "verl.v1_filtered_groups",
-    "verl.v1_advantage",
-    "verl.v1_weights",
-    "verl.v1_trained_rows",
-    "verl.v1_carry_over",
-    "verl.v1_carry_checkpoint",
-    "verl.v1_drawn",
-    "verl.v1_reissued",
-    "verl.v1_failure",
-    "verl.v1_session_errors",
-    "verl.v1_stop_after_step",
-    "verl.partial_start",
-    "verl.partial_handshake",
-    "verl.partial_group",
-    "verl.partial_members",
-    "verl.partial_attempts",
-    "verl.partial_rows",
-    "verl.partial_server",
-    "verl.partial_in_flight",
-    "verl.partial_in_flight_checkpoint",
-    "verl.partial_in_flight_reissued",
-    "verl.partial_generated_prompts",
-    "verl.partial_taken_prompts",
-    "verl.partial_trained_prompts",
-    "verl.partial_trained_checkpoint",
-    "vllm.scheduler",
-    "vllm.scheduler_cls",
-    "vllm.engine_core",
-    "vllm.first_and_last_output",
-    "ray.hccl_collective",
-    "cpu.dist_name",
-    "cpu.platform",
-    "cpu.process_group",
-    "cpu.checkpoint_engine",
-    "cpu.linear",
-    "cpu.save_to_cpu",
-)
+The files are found, not listed, and only in a process that the overlay is on in. They are told apart by their text:
+importing them all would load what a hook imports when it is called, numpy for one.
+"""
+
+from __future__ import annotations
+
+import os
+
+_DECLARATION = b"\nHOOK = Hook("
+
+
+def files() -> list[str]:
+    """Dotted names below this package, sorted. Where order counts, hooks say so (`Hook.after`)."""
+    root, found = os.path.dirname(__file__), []
+    for directory, _, names in os.walk(root):
+        for path in (os.path.join(directory, name) for name in names if name.endswith(".py")):
+            with open(path, "rb") as file:
+                if _DECLARATION in file.read():
+                    found.append(os.path.relpath(path, root).removesuffix(".py").replace(os.sep, "."))
+    return sorted(found)

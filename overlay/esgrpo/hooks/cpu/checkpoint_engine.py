@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="cpu-checkpoint-engine",
@@ -11,7 +11,6 @@ HOOK = Hook(
     kind="add",
     why="verl's engines (nccl, hccl, nixl, kimi, mooncake) need an accelerator and naive is colocated only; the "
         "registry is the supported route",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "9f8aa2ab038d483f"}),),
     remove_when="verl ships a checkpoint engine for CPU tensors",
     features=("cpu",),
     relies_on=("verl.checkpoint_engine.base:CheckpointEngine",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="cpu-linear-reloads",
@@ -13,10 +13,6 @@ HOOK = Hook(
     kind="replace",  # the original is never called: packing the weight is the very thing to avoid
     why="vLLM's CPU backend packs a linear weight and leaves a parameter of shape (0,); the next load_weights fails "
         "with AssertionError. There is no setting to keep it",
-    releases=(Release("vllm", ">=0.24,<0.34", {
-        "0.24.0": "18402ed30a1d5a5f", "0.28.0": "816468f2c3d06597", "0.30.0": "e0a1a6b1d667ca01",
-        "0.32.0": "e95e5a0ef9f825d2", "0.33.0": "e95e5a0ef9f825d2",
-    }),),
     remove_when="vLLM's CPU linear layers accept a second load_weights",
     features=("cpu",),
 )

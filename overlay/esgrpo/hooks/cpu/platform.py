@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="cpu-platform",
@@ -12,7 +12,6 @@ HOOK = Hook(
     kind="add",
     why="verl registers nvidia, amd and npu only; its registry is the supported route, but get_platform() is called "
         "while verl/__init__ is imported, before VERL_USE_EXTERNAL_MODULES is read",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "684a6bd946317a34"}),),
     remove_when="verl ships a CPU platform",
     features=("cpu",),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="cpu-save-is-a-copy",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="with bypass_mode=False verl saves, trains and restores version 1 of the weights; on a CPU the save is an "
         "alias, so the restore does nothing and old log-probs are silently wrong",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "c7eddf42e65c9f81"}),),
     remove_when="fsdp2_sharded_save_to_cpu clones",
     features=("cpu",),
 )

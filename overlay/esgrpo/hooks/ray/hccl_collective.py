@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.errors import HookError
 
 BACKEND = "HCCL"
@@ -15,7 +15,6 @@ HOOK = Hook(
     why="create_collective_group(backend='hccl') raises RuntimeError: Backend HCCL is not registered; the registry is "
         "the supported route, but has to be used in the driver and in every actor. Ray 2.51.1 has no registry, there "
         "the patch of the same slug does it",
-    releases=(Release("ray", ">=2.60,<2.61", {"2.60.0": "8b3a2a0e9c761d1d"}),),
     remove_when="ray registers HCCL itself",
     features=("npu",),
     # what the group inherits, and how the registry constructs and asks it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="abort-by-external-id",
@@ -13,8 +13,6 @@ HOOK = Hook(
     kind="replace",  # nothing in the original can be kept: it looks among ids that its callers never see
     why="vLLM keys its request states by a randomised internal id, so verl's abort_request answers \"Request ... not "
         "found\" to every call and the request decodes on to its end; it also clears the prefix cache of all requests",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.0": "073146ee94cd7a9e", "0.9.1": "a28290736811f340"}, cured={
-        "0.9.0+abort-by-external-id": "41bf181c83ee74a9", "0.9.1+abort-by-external-id": "41bf181c83ee74a9"}),),
     remove_when="verl's abort_request calls AsyncLLM.abort",
     features=("observe",),
     without=(("==0.7.0", "the recipe's servers cancel requests themselves"),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="attempt-places",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="the load balancer chooses the server inside generate, which tells nobody; asking every server about every "
         "group costs a call a replica for each response that ends",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "77425434654c085c"}),),
     remove_when="verl's client hands the chosen server to a callback, or returns it with the output",
     features=("observe",),
     relies_on=("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient._acquire_server",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="client-attempts",
@@ -13,8 +13,6 @@ HOOK = Hook(
     kind="wrap",  # the original is called once per attempt: a yield is submitted again with what is left
     why="verl's server drops CompletionOutput.stop_reason and its resuming client drops all extra_fields but four; "
         "both clients call this method once per attempt. get_client(client_cls=) would need a change in every caller",
-    releases=(Release("verl", ">=0.9,<0.10", {
-        "0.9.1": "1c2e041984b3ef9e", "0.9.1+resume-without-sleep": "1d6ea437ac11d413"}),),
     remove_when="verl's client keeps stop_reason and extra_fields across attempts",
     features=("observe",),
     relies_on=("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",

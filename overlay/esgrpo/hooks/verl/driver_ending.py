@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="driver-ending-in-one-line",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="a process that dies reaches the user as tracebacks of every process that waited for it, none of which says "
         "which replica it was or whether there is a checkpoint; a SIGTERM aborts the driver inside Ray",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "50252b1e87358984"}),),
     remove_when="never: it presents the end of a run",
     without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="driver-refusal-in-one-line",
@@ -16,7 +16,7 @@ HOOK = Hook(
     process=("driver",),
     kind="wrap",
     why="an error raised in the task runner reaches the user as RayTaskError with three tracebacks",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "50252b1e87358984"}),),
+    after=("driver-ending-in-one-line",),
     remove_when="never: it presents our own errors",
     without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )

@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="driver-start",
@@ -18,7 +18,6 @@ HOOK = Hook(
     kind="wrap",
     why="the only function that fully_async_main and main_ppo both call with the composed config before ray.init; "
         "plugins are loaded earlier, without the config",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "6fbd96ebdf82485e"}),),
     remove_when="verl calls a plugin with the composed config before ray.init",
     without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )

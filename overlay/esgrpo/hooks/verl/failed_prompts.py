@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
 
@@ -15,7 +15,7 @@ HOOK = Hook(
     kind="wrap",
     why="one reward function that raises on one prompt ends verl's generation task, and with it the run, again after "
         "every resume",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "47f37b56ca8017da"}),),
+    after=("resolved-groups-are-replaced",),
     remove_when="verl's rollouter bounds failed prompts instead of ending with the first",
     features=("observe",),
     relies_on=(f"{_ROLLOUTER}._feed_samples", f"{_ROLLOUTER}._processor_worker", f"{_ROLLOUTER}.reset_staleness",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="group-members",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="the only method that sees one response of a known group from start to end, in every agent loop; vLLM "
         "scatters a group over replicas and knows no groups",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "e490f73ac961ab1d"}),),
     remove_when="verl offers a callback per response with its uid",
     features=("observe",),
     relies_on=("verl.experimental.agent_loop.agent_loop:AgentLoopWorker.generate_sequences",),

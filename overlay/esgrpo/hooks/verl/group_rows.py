@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="pruned-rows-are-masked",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="nothing in verl marks a row as invalid; dropping rows would break mini-batch and data-parallel divisibility, "
         "a zero response_mask is understood everywhere",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "81da94eff5f05a87"}),),
     remove_when="verl's batches carry a validity mask per row",
     features=("prune",),
     relies_on=("verl.experimental.agent_loop.agent_loop:AgentLoopWorker._agent_loop_postprocess",),

@@ -5,7 +5,7 @@ Use with `algorithm.adv_estimator=grpo_segment`. Upstream offers a registry for 
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="register-grpo-segment",
@@ -13,10 +13,6 @@ HOOK = Hook(
     process=("trainer", "v1-task-runner"),
     kind="add",
     why="verl's grpo takes the mean and the standard deviation of a group over all rows, also over pruned ones",
-    releases=(
-        Release("verl", ">=0.9,<0.10", {"0.9.1": "b2d9c48433659d45"}),
-        Release("verl", "==0.7.0", {"0.7.0": "43dcaa6ca1ccef56"}),
-    ),
     remove_when="verl's grpo leaves out rows whose response_mask is empty",
     # on whenever the group `segment` is used at all: the baseline arm of a comparison names the same estimator
     features=("observe",),

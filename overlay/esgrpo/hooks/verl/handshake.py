@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="worker-handshake",
@@ -14,7 +14,6 @@ HOOK = Hook(
     why="a hook can reach the driver and be lost in a Ray worker or in the spawned EngineCore without an error; this "
         "is where the last of them has come up. verl's first weight sync comes before its training loop, and already "
         "calls into the engine",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "920d776dc6f76fd5"}),),
     remove_when="never: it checks the overlay itself",
     relies_on=("verl.experimental.fully_async_policy.fully_async_main:FullyAsyncTaskRunner.run",
                "verl.experimental.fully_async_policy.fully_async_main:FullyAsyncTaskRunner._initialize_components"),

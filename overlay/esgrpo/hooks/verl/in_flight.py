@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
 
@@ -19,7 +19,6 @@ HOOK = Hook(
     kind="wrap",
     why="the checkpoint of a fully-async run has the position of the data loader: prompts that were taken from it and "
         "not trained yet are lost at a restart (upstream's own TODO in save_checkpoint)",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "b222291c8336a383"}),),
     remove_when="verl's rollouter saves its samples in flight with its data loader",
     features=("observe",),
     relies_on=(f"{_ROLLOUTER}._feed_samples", f"{_ROLLOUTER}._process_single_sample_streaming"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
 
@@ -16,7 +16,6 @@ HOOK = Hook(
     kind="wrap",
     why="verl saves the position of the data loader alone; written before the trainer marks the checkpoint as the "
         "latest one, and of the same moment: nothing runs between the loader's state and this",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "27b483a516f4a79f"}),),
     remove_when="verl's rollouter saves its samples in flight with its data loader",
     features=("observe",),
     relies_on=("verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer._save_checkpoint",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
 
@@ -14,7 +14,6 @@ HOOK = Hook(
     process=("rollouter",),
     kind="wrap",
     why="the data loader goes on behind the prompts that were in flight, and nobody says how many are lost",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "3dc3c680c6f471b2"}),),
     remove_when="verl's rollouter restores its samples in flight",
     features=("observe",),
     relies_on=(f"{_ROLLOUTER}._feed_samples",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="kept-requests",
@@ -14,11 +14,7 @@ HOOK = Hook(
     kind="wrap",
     why="verl aborts every request at a weight sync and prefills it again, prompt and response, although vLLM can "
         "freeze requests over it",
-    releases=(Release("verl", ">=0.9,<0.10", {
-        "0.9.1": "7fa9834d6988e2f9",
-        "0.9.1+pause-without-dropped-argument": "48c3c2d6297aa1e8",
-        "0.9.1+series": "48c3c2d6297aa1e8",
-    }),),
+    after=("pause-without-dropped-argument",),
     remove_when="verl offers pause_generation(mode=\"keep\") for its weight sync",
     features=("keep",),
     relies_on=("verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer._park_until_admitted",

@@ -14,7 +14,7 @@ import contextvars
 import functools
 from dataclasses import dataclass
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="policy-loss-context",
@@ -22,7 +22,6 @@ HOOK = Hook(
     process=("actor-worker",),
     kind="wrap",
     why="a registered policy loss sees neither entropy, nor rollout log-probs, nor which samples are correct",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "ce1c73afa4bc00b1"}),),
     remove_when="verl passes model_output and the micro-batch to registered policy losses",
     features=("pois", "sais", "dmmpt"),
     # the way of the columns from the trainer to the loss, and the temperature and layout of the entropy

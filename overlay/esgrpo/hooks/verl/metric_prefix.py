@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="metrics-keep-prefix",
@@ -12,7 +12,6 @@ HOOK = Hook(
     process=("trainer", "v1-task-runner"),
     kind="wrap",
     why="every metric of a policy loss is renamed to actor/<name>; a loss has no other way to report",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "ee91d5206bf6fc78"}),),
     remove_when="a policy loss can return metrics under a name of its own",
     features=("pois", "sais", "dmmpt"),
     rebinds=("verl.trainer.ppo.ray_trainer:rename_dict", "verl.trainer.ppo.v1.trainer_base:rename_dict"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 
 HOOK = Hook(
@@ -15,8 +15,7 @@ HOOK = Hook(
     kind="wrap",  # the original is called once per attempt: a yield is submitted again with what is left
     why="the partial server and its client know only cancelled or not. The git patches give this method and honour "
         "max_tokens; what a stop reason means is decided here",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "df85b0bf63790065"}, patches=(
-        "partial-server-honours-response-length", "carry-stop-reason-through-partial-server")),),
+    patches=(("==0.7.0", ("partial-server-honours-response-length", "carry-stop-reason-through-partial-server")),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("observe",),
     relies_on=(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 from esgrpo.hooks.verl.partial_in_flight import ROLLOUTER
 
@@ -15,7 +15,6 @@ HOOK = Hook(
     kind="wrap",
     why="groups that wait in verl's message queue are generated a second time after a restart; nothing else sees a "
         "group when it is put there",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "686a5169bea79cf2"}),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("observe",),
     relies_on=("recipe.fully_async_policy.agent_loop.agent_loop:FullyAsyncAgentLoopManager"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 LATER = ">=0.7.1"
 ELSEWHERE = "the recipe fully_async_policy is gone; the hooks of verl.experimental do its part"
@@ -17,7 +17,6 @@ HOOK = Hook(
     kind="wrap",
     why="uid is set only after generation; one call of this method is one group, also when it comes back after a "
         "weight sync with some of its responses interrupted",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "876f22416a1c4164"}),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("observe",),
     without=((LATER, ELSEWHERE),),

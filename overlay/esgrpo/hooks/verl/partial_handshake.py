@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.handshake import build as build
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 
@@ -12,7 +12,6 @@ HOOK = Hook(
     process=("task-runner",),
     kind="wrap",
     why="as worker-handshake; the recipe creates its trainer last, and syncs weights before the training loop",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "38c55a4fa702690f"}),),
     remove_when="never: it checks the overlay itself",
     relies_on=(
         "recipe.fully_async_policy.fully_async_main:FullyAsyncTaskRunner.run",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.in_flight import build as build
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 
@@ -14,7 +14,6 @@ HOOK = Hook(
     process=("rollouter",),
     kind="wrap",
     why="as prompts-in-flight; the recipe's rollouter has the same feed, and the same TODO in its checkpoint",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "98fbfd5542a7efa1"}),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("observe",),
     relies_on=(f"{ROLLOUTER}._feed_samples", f"{ROLLOUTER}._process_single_sample_streaming"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.in_flight_checkpoint import build as build
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 from esgrpo.hooks.verl.partial_in_flight import ROLLOUTER
@@ -13,7 +13,6 @@ HOOK = Hook(
     process=("rollouter",),
     kind="wrap",
     why="as prompts-in-flight-are-saved; samples that a weight sync has interrupted are among them",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "9592fa4269111f86"}),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("observe",),
     relies_on=("recipe.fully_async_policy.fully_async_trainer:FullyAsyncTrainer._save_checkpoint",

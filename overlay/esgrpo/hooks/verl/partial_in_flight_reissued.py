@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.in_flight_reissued import build as build
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 from esgrpo.hooks.verl.partial_in_flight import ROLLOUTER
@@ -13,7 +13,6 @@ HOOK = Hook(
     process=("rollouter",),
     kind="wrap",
     why="as prompts-in-flight-are-reissued",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "048aa06354ccb535"}),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("observe",),
     relies_on=(f"{ROLLOUTER}._feed_samples",),

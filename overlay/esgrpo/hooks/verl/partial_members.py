@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER, STATE
 
 HOOK = Hook(
@@ -14,8 +14,7 @@ HOOK = Hook(
     kind="wrap",
     why="the only method that sees one response of a call from start to end or to its interruption; the class is "
         "shipped by value, which a plain function on it survives",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "51dd53c3a1c8936a"}, patches=(
-        "partial-server-honours-response-length", "pass-dataset-to-partial-agent-loops")),),
+    patches=(("==0.7.0", ("partial-server-honours-response-length", "pass-dataset-to-partial-agent-loops")),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("observe",),
     relies_on=("recipe.fully_async_policy.agent_loop.partial_single_turn_agent_loop:PartialSingleTurnAgentLoop.run",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.group_rows import build as build
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 
@@ -12,7 +12,6 @@ HOOK = Hook(
     process=("agent-loop-worker",),
     kind="wrap",
     why="as pruned-rows-are-masked; the class has another name",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "cf9d582598accf0d"}),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("prune",),
     relies_on=("verl.experimental.agent_loop.agent_loop:AgentLoopWorkerBase._agent_loop_postprocess",),

@@ -6,7 +6,7 @@ a method of the base class is in it, one that is added to the actor class later 
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 from esgrpo.hooks.verl.server_control import METHODS
 
@@ -16,7 +16,6 @@ HOOK = Hook(
     process=("rollouter", "vllm-server"),
     kind="add",
     why="as server-control; in 0.7.0 the server that is an actor class inherits from a plain one",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "a8a6a7f6b6315f4e"}),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("observe",),
     without=((LATER, ELSEWHERE),),

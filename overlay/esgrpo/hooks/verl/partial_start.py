@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 
 HOOK = Hook(
@@ -14,7 +14,6 @@ HOOK = Hook(
     process=("driver",),
     kind="wrap",
     why="as driver-start; the recipe's main of 0.7.0 never calls auto_set_device. It imports run_ppo inside main()",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "096059563d69f707"}),),
     remove_when="verl 0.7.0 is no longer supported",
     relies_on=("recipe.fully_async_policy.fully_async_main:main",),
     without=((LATER, ELSEWHERE),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 
 TRAINER = "recipe.fully_async_policy.fully_async_trainer:FullyAsyncTrainer"
@@ -15,7 +15,6 @@ HOOK = Hook(
     process=("trainer",),
     kind="wrap",
     why="as trained-prompts; the recipe's method is no coroutine, and its trainer tells the rollouter later",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "b1d45db896beabcd"}),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("observe",),
     relies_on=(f"{TRAINER}.fit", "recipe.fully_async_policy.detach_utils:assemble_batch_from_rollout_samples"),

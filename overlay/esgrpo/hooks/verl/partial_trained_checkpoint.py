@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 from esgrpo.hooks.verl.partial_taken_prompts import TRAINER
 from esgrpo.hooks.verl.trained_checkpoint import build as build
@@ -13,7 +13,6 @@ HOOK = Hook(
     process=("trainer",),
     kind="wrap",
     why="as trained-prompts-before-checkpoint",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "f5c57c0069056c3e"}),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("observe",),
     relies_on=(f"{TRAINER}._check_save_checkpoint", f"{TRAINER}._trigger_parameter_sync_after_step"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.verl.partial_group import ELSEWHERE, LATER
 from esgrpo.hooks.verl.partial_taken_prompts import TRAINER
 
@@ -15,7 +15,6 @@ HOOK = Hook(
     kind="wrap",
     why="as trained-prompts, and earlier: after a sync the recipe's rollouter validates in its event loop and hears "
         "nothing until that is over, while the trainer goes on to its checkpoint",
-    releases=(Release("verl", "==0.7.0", {"0.7.0": "5650b2d8c8f7b858"}),),
     remove_when="verl 0.7.0 is no longer supported",
     features=("observe",),
     relies_on=(f"{TRAINER}.fit", f"{TRAINER}.set_parameter_synchronizer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 DROPPED = "wait_for_inflight_requests"
 
@@ -15,19 +15,6 @@ HOOK = Hook(
     kind="wrap",
     why="vLLM 0.32.0 dropped wait_for_inflight_requests: TypeError \"unexpected keyword argument "
         "'wait_for_inflight_requests'\" at the first weight sync, which verl 0.9.0 swallows",
-    releases=(Release("verl", ">=0.9,<0.10", {
-        "0.9.0": "bef1c5b164258cc7",
-        "0.9.0+abort-all-fails-loudly": "9eb139766c9d630c",
-        "0.9.0+resume-without-sleep": "09fcfd5436e408b5",
-        "0.9.0+abort-all-fails-loudly.resume-without-sleep": "8d5897af2a28ef66",
-        "0.9.1": "99a169b85c66131f",
-    }, cured={
-        "0.9.0+pause-without-dropped-argument": "a5cc683dac4dad71",
-        "0.9.0+abort-all-fails-loudly.pause-without-dropped-argument": "06d52ca44e02a2b9",
-        "0.9.0+pause-without-dropped-argument.resume-without-sleep": "bdd0308b57e5c376",
-        "0.9.0+series": "8f0b3a1efcd462ba",
-        "0.9.1+pause-without-dropped-argument": "0e2c60be320eb42f",
-    }),),
     remove_when="verl passes mode to pause_generation",
     features=("observe",),
     without=(("==0.7.0", "nothing in it calls pause_generation"),),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="register-policy-losses",
@@ -16,11 +16,7 @@ HOOK = Hook(
     process=("actor-worker",),
     kind="add",
     why="verl has no loss whose ratio is 1 at every optimiser step, nor one that masks mastered positive tokens",
-    releases=(
-        Release("verl", ">=0.9,<0.10", {"0.9.1": "10825a524e271cae"}),
-        Release("verl", "==0.7.0", {"0.7.0": "728ff0df7d96e92a"},
-                patches=("segment-keys-through-legacy-actors", "tolerate-masked-micro-batches")),
-    ),
+    patches=(("==0.7.0", ("segment-keys-through-legacy-actors", "tolerate-masked-micro-batches")),),
     remove_when="verl registers pois and sais itself",
     features=("pois", "sais", "dmmpt"),
     # ppo_loss decides which arguments arrive; vanilla is the loss that sais must equal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="prompt-forecasts",
@@ -14,7 +14,6 @@ HOOK = Hook(
     kind="wrap",
     why="the only method that holds a prompt before and its scored responses after generation, in the process that "
         "orders the prompts; the message queue gets a pickle of them",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "65ffd343e1cdafaf"}),),
     remove_when="verl's rollouter offers callbacks before a prompt is generated and after it was scored",
     features=("history",),
     relies_on=("verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter._processor_worker",

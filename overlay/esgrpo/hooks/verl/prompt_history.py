@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="history-saved-at-end",
@@ -14,7 +14,7 @@ HOOK = Hook(
     kind="wrap",
     why="between two weight versions the history is in memory only; fit() is the last that the rollouter runs, and the "
         "visits since the last sync would be lost",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "281099a51ab5cbf3"}),),
+    after=("rollouter-failure-is-loud",),
     remove_when="verl's rollouter keeps a history of its prompts",
     features=("history",),
     without=(("==0.7.0", "the recipe has another rollouter, which keeps no history"),),

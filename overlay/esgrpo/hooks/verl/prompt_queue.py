@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
 HOOK = Hook(
@@ -16,7 +16,6 @@ HOOK = Hook(
     kind="wrap",
     why="verl's pending_queue is an asyncio.Queue of 128 prompts in the order of the data set: the longest may start "
         "last, and prompts are chosen long before the outcomes they should be chosen by",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "61652a74b47e921b"}),),
     remove_when="verl's rollouter takes a queue class from the config",
     features=("routing", "sampler"),
     relies_on=(f"{_ROLLOUTER}._feed_samples", f"{_ROLLOUTER}._processor_worker",

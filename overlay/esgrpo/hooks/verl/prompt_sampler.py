@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
 
@@ -15,7 +15,7 @@ HOOK = Hook(
     kind="wrap",
     why="verl took the key data.sampler away in 0.8.0. The rollouter's iterator, its checkpoint and its count of "
         "prompts all follow from the data loader that is made here",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "35242e57dd41e67a"}),),
+    after=("prompt-queue",),
     remove_when="verl takes a sampler class from the config again",
     features=("sampler",),
     relies_on=(f"{_ROLLOUTER}._create_continuous_iterator", f"{_ROLLOUTER}._feed_samples",

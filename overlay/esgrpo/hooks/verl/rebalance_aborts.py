@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="rebalance-aborts",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="it aborts all requests so that clients send them elsewhere, by the same call as a weight sync, and waits up "
         "to 30 s with paused engines until none is in flight: kept requests would never be",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "90032fd1ad5c1312"}),),
     remove_when="verl tells its servers why they abort",
     features=("keep",),
     without=(("==0.7.0", "it has no rebalancing"),),

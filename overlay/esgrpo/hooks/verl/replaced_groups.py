@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="resolved-groups-are-replaced",
@@ -15,7 +15,7 @@ HOOK = Hook(
     kind="wrap",
     why="verl trains a group whatever it holds: a group whose outcome was foreseen has no gradient and would take a "
         "place in the mini-batch, so that an update sees fewer effective groups than without pruning",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "685feea9ba559571"}),),
+    after=("prompt-forecasts",),
     remove_when="verl's rollouter asks a filter before it puts a group into the message queue",
     features=("prune",),
     relies_on=("verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter._feed_samples",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="resume-without-sleep",
@@ -14,8 +14,6 @@ HOOK = Hook(
     why="verl's client sleeps a second before it resumes an aborted response: at every weight sync each replica idles "
         "that long although it has resumed. verl 0.9.1's server parks what arrives too early; 0.9.0's does not, "
         "there only the git patch helps",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "d07409a40115e6e8"}, cured={
-        "0.9.0+resume-without-sleep": "72b44d0fe9d46a39", "0.9.1+resume-without-sleep": "98af0397cb19133f"}),),
     remove_when="verl's client no longer sleeps after an abort",
     features=("segment",),
     without=(("==0.7.0", "the recipe's client does not sleep"),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="rollouter-failure-is-loud",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="fit() gathers its generation task with return_exceptions=True: a dead vLLM server or a reward function that "
         "raises ends in exit code 0, with samples lost",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "02b068e07ad1d548"}),),
     remove_when="FullyAsyncRollouter.fit re-raises the failure of its generation task",
     relies_on=("verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
                "._streaming_generation_main",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="rollouter-windows",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="its result is what the trainer logs once per weight version; verl's own utilisation counts prompts in "
         "flight, not requests in the engine",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "f92e5a2c78ab2188"}),),
     remove_when="verl reports engine occupancy per weight version",
     features=("observe",),
     without=(("==0.7.0", "bubble rates are not measured"),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from esgrpo.engine import MARKER, Hook, Release
+from esgrpo.engine import MARKER, Hook
 
 HOOK = Hook(
     slug="segment-config-key",
@@ -14,10 +14,6 @@ HOOK = Hook(
     kind="add",
     why="hydra's instantiate rejects keys that RolloutConfig does not declare: InstantiationException, unexpected "
         "keyword argument 'segment'. rollout.custom would work from 0.7.0 on, but is not the promised key",
-    releases=(Release("verl", ">=0.7,<0.10", {
-        "0.7.0": "b2dc633b122588de", "0.7.1": "fe7216862ec8eda3", "0.8.0": "d1406b3f18261306",
-        "0.9.0": "11df25096fecdc56", "0.9.1": "8f71167c45997a32",
-    }),),
     remove_when="verl's RolloutConfig accepts a key `segment`, or arbitrary extension groups",
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="server-control",
@@ -11,12 +11,6 @@ HOOK = Hook(
     kind="add",
     why="verl can abort one request or all, which it then resumes; it has no way to end the members of a group with "
         "the tokens they have, and none into EngineCore",
-    releases=(Release("verl", ">=0.9,<0.10", {
-        "0.9.1": "29e7f03ee5dc7940",
-        "0.9.1+pause-without-dropped-argument": "5ed94622b1cc1456",
-        "0.9.1+abort-by-external-id": "1a906aaa6b39d1a5",
-        "0.9.1+series": "b9facc1666d48e30",
-    }),),
     remove_when="verl's server offers a group abort with a reason, and a generic utility call",
     features=("observe", "cpu"),
     without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import MARKER, Hook, Release
+from esgrpo.engine import MARKER, Hook
 
 HOOK = Hook(
     slug="server-slots",
@@ -15,7 +15,6 @@ HOOK = Hook(
         "response is whole: with 256 prompts x 8 in flight on a replica the weight sync's own calls, and ours, wait "
         "for a slot that no response gives back. Ray's concurrency groups would not do: each has an event loop of its "
         "own, and vLLM's client is bound to one",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "10efc89bbcb04d1c"}),),
     remove_when="verl gives control calls slots of their own",
     relies_on=("verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMReplica.launch_servers",),
     without=(("==0.7.0", "its recipe sends a replica 16 prompts at once at most, and Ray gives it 1,000 slots"),),

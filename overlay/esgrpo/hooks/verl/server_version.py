@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="server-weight-version",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="verl stamps a response with the server's version when the request ends; a request that lives through a sync "
         "would look entirely fresh",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "6e555a25efbeef35"}),),
     remove_when="verl records the version per token",
     features=("observe",),
     without=(("==0.7.0", "no attempt lives through a weight sync: the rollouter's version is that of its tokens"),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _TRAINER = "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer"
 
@@ -15,7 +15,6 @@ HOOK = Hook(
     kind="wrap",
     why="the last thing of a step: its metrics are logged, its rows are recorded, and a checkpoint of it is whole; "
         "verl saves before a known end of its machine (ESI) and does not know SIGTERM",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "2b3ed83876f74d14"}),),
     remove_when="verl's trainer saves on SIGTERM",
     relies_on=(f"{_TRAINER}.fit_step", f"{_TRAINER}._fit_save_checkpoint", f"{_TRAINER}._save_checkpoint"),
     without=(("==0.7.0", "the recipe has another trainer: a SIGTERM ends it without a checkpoint"),),

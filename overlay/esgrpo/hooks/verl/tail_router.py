@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 
-from esgrpo.engine import MARKER, Hook, Release
+from esgrpo.engine import MARKER, Hook
 
 HOOK = Hook(
     slug="tail-router",
@@ -19,7 +19,6 @@ HOOK = Hook(
     kind="add",
     why="verl's load balancer counts requests alike, however long they will run, and keeps a response where it "
         "started; the class is looked up by name from the file that the driver writes",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "36b25a1f8890efff"}),),
     remove_when="verl's load balancer takes the expected length of a request into account",
     features=("tails",),
     relies_on=("verl.workers.rollout.router:_create_plugin_extension",

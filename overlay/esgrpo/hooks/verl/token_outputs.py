@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="token-outputs",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="verl reads token ids and log-probs, yet with its SamplingParams vLLM decodes every token, and once more for "
         "its log-prob, in the process that also takes requests and weight syncs. verl has no key for detokenize",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "00265a40ae503c89"}),),
     remove_when="verl's server sets detokenize=False",
     features=("token_outputs",),
     without=(("==0.7.0", "not made for its server: tokens are still turned into text there"),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _TRAINER = "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer"
 
@@ -14,7 +14,6 @@ HOOK = Hook(
     process=("trainer",),
     kind="wrap",
     why="the batch of the step that ends has been trained, and its prompts would be issued again after a restart",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "9a43743244249b72"}),),
     remove_when="verl's rollouter saves its samples in flight with its data loader",
     features=("observe",),
     relies_on=(f"{_TRAINER}._fit_save_checkpoint", f"{_TRAINER}.fit_step", f"{_TRAINER}.fit"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _TRAINER = "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer"
 
@@ -14,7 +14,6 @@ HOOK = Hook(
     process=("trainer",),
     kind="wrap",
     why="the rollouter, which saves the data loader, does not know what became of the samples that left its queue",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "b23bf5f55352f125"}),),
     remove_when="verl's rollouter saves its samples in flight with its data loader",
     features=("observe",),
     relies_on=(f"{_TRAINER}.fit_step", f"{_TRAINER}._fit_generate",

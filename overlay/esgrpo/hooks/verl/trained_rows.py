@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="trained-rows",
@@ -14,10 +14,6 @@ HOOK = Hook(
     kind="wrap",
     why="all trainers call it with the finished batch (advantages, masks, extra fields) and log its result; verl's "
         "metrics know neither pruned rows nor weight versions per token",
-    releases=(
-        Release("verl", ">=0.9,<0.10", {"0.9.1": "51174f136d659f6f"}),
-        Release("verl", "==0.7.0", {"0.7.0": "6f8da0a0267dee2e"}),
-    ),
     remove_when="verl's trainers accept metric functions from the config",
     features=("observe",),
     rebinds=("verl.experimental.separation.ray_trainer:compute_data_metrics",

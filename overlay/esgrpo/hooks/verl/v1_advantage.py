@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-final-outputs",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="every estimator but verl's own grpo gets all outputs as if each were a response: a session with several "
         "outputs would count several times in its group",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "89749bd3b2d7842d"}),),
     remove_when="compute_advantage_for_multi_trajectories selects final outputs for every group estimator",
     features=("v1",),
     rebinds=("verl.trainer.ppo.v1.trainer_base:compute_advantage_for_multi_trajectories",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-carry-checkpoint",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="verl saves the TransferQueue and re-issues what was unfinished, but nobody would notice a group that did not "
         "come back; written before the checkpoint is marked as the latest one",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "bd3f8785267800e8"}),),
     remove_when="verl checks a restored TransferQueue against the checkpoint",
     features=("v1",),
     relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer._load_checkpoint",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-carry-over",
@@ -14,7 +14,6 @@ HOOK = Hook(
     kind="wrap",
     why="the replay buffer says what it evicted, not what it carries over; after a restart nobody compares what came "
         "back with what was unfinished. After this method its snapshot is the one that the batch was taken from",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "11ba0578eccf8235"}),),
     remove_when="verl reports carried groups and checks a restored TransferQueue against the checkpoint",
     features=("v1",),
     relies_on=("verl.trainer.ppo.v1.replay_buffer:ReplayBuffer", "verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-drawn-prompts",
@@ -12,7 +12,6 @@ HOOK = Hook(
     process=("v1-task-runner",),
     kind="wrap",
     why="every prompt that is drawn to be trained comes from here, with the id that its group has from then on",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "d0526511dc638d38"}),),
     remove_when="verl records which prompts of the data were trained",
     features=("v1",),
     relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer._fetch_one_gen_batch",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-failure-is-loud",
@@ -17,7 +17,6 @@ HOOK = Hook(
     kind="wrap",
     why="the asynchronous replay buffer evicts a group whose agent loop raised and submits another one; with a dead "
         "vLLM server or a reward function that raises it does so without an end and without an error",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "8de0d27ce8256444"}),),
     remove_when="verl's replay buffer gives up after a number of failed groups",
     relies_on=("verl.trainer.ppo.v1.replay_buffer:ReplayBufferAsync",),
     without=(("==0.7.0", "no v1 trainers"),),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _BUFFER = "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer"
 
@@ -21,7 +21,6 @@ HOOK = Hook(
     why="the filter evicts groups whose rows all have the same metric; a pruned row was cut off and is mostly wrong, "
         "so that a group without a gradient would pass and take the place of one that has. What it names is evicted, "
         "and the asynchronous buffer submits a prompt for each",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "d24b6cc93c8179f1"}),),
     remove_when="verl's filter leaves out rows that are not trained",
     features=("prune",),
     relies_on=(f"{_BUFFER}.__init__", f"{_BUFFER}._clear_groups", f"{_BUFFER}._evict_terminal_groups",

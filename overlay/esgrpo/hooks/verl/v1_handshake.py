@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-handshake",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="the last thing before PPOTrainer.fit: trainer, servers and agent loop workers all exist, and no prompt was "
         "submitted yet. PPOTrainer.fit itself is unknown to the driver, which could not tell that it is covered",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "b455b443ebf5d61b"}),),
     remove_when="never: it checks the overlay itself",
     relies_on=("verl.trainer.main_ppo:TaskRunnerV1.run",),
     without=(("==0.7.0", "no v1 trainers"),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-pruned-rows",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="the first thing after sampling that all v1 trainers share: here the group is complete, and nothing has read "
         "response_mask yet. The worker writes row by row and must not mask a group as a whole",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "b3b801ec2e0e355c"}),),
     remove_when="verl's batches carry a validity mask per row",
     features=("v1",),
     relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer._step_once",

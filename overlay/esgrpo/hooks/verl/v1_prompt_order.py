@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
 
@@ -15,7 +15,6 @@ HOOK = Hook(
     kind="wrap",
     why="the last place where a step's prompts are together before they are cut into one piece per agent-loop worker; "
         "verl submits them as the data loader gave them",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "ffaaca4dc3ce798b"}),),
     remove_when="verl orders the prompts of a step by predicted length",
     features=("history",),
     relies_on=(f"{_TRAINER}._next_train_batch",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _BUFFER = "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer"
 
@@ -15,7 +15,6 @@ HOOK = Hook(
     kind="wrap",
     why="the trainer's own steps see only groups that are trained: those without variance, which a prompt sampler "
         "must learn to avoid, are evicted in the replay buffer, as are stale ones; each of its polls starts here",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "83dbf4ee2e080aa5"}),),
     remove_when="verl calls a function per finished group in the trainer",
     features=("history",),
     relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer._build_replay_buffer", f"{_BUFFER}._dapo_filtered_keys",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
 
@@ -15,7 +15,6 @@ HOOK = Hook(
     kind="wrap",
     why="the method makes the sampler itself, from data.shuffle and nothing else; new prompts and the replay buffer's "
         "refill both draw from the data loader that it makes",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "f642e54d3fbad31d"}),),
     remove_when="verl takes a sampler class from the config again",
     features=("sampler",),
     relies_on=(f"{_TRAINER}._fetch_one_gen_batch", f"{_TRAINER}._save_checkpoint", f"{_TRAINER}._load_checkpoint"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-prompt-steps",
@@ -12,7 +12,6 @@ HOOK = Hook(
     process=("v1-task-runner",),
     kind="wrap",
     why="the end of a step, and what it returns is logged; verl knows neither the history nor the sampler",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "cf41f546c2b4b19b"}),),
     remove_when="verl keeps a history of its prompts",
     features=("history",),
     relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-reissued-groups",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="a restored TransferQueue holds the finished members of unfinished groups; this method throws them away and "
         "generates the whole group again, which only verl's log at INFO says, in rows",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "332d7c13004b4d2d"}),),
     remove_when="verl's v1 checkpoint holds the tokens of responses that are being generated",
     features=("v1",),
     relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",),

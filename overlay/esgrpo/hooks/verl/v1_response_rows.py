@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-response-rows",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="under v1 a worker writes each response into the TransferQueue as soon as it ends and hands nothing back: "
         "what the row is to carry must be in extra_fields before that",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "3716999d2f3e59c3"}),),
     remove_when="verl's client keeps stop_reason and versions per token in the row",
     features=("v1",),
     relies_on=("verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ._run_prompt",

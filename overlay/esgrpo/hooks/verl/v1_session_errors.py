@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-session-errors",
@@ -13,7 +13,7 @@ HOOK = Hook(
     kind="wrap",
     why="verl's v1 agent loop logs the error of a session and hands on the status `failure`; the trainer, which counts "
         "failed prompts, could not name what raised",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "a1de3ae133505a22"}),),
+    after=("group-members",),
     remove_when="verl's v1 prompts carry the error that made them fail",
     features=("v1",),
     relies_on=("verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ._run_prompt",),

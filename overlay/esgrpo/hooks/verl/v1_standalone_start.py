@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-standalone-start",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="the last statement of _setup passes print's flush to a logger; with verl's default log level every run "
         "without hybrid replicas ends there",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "a4166fd05a5f2717"}),),
     remove_when="PPOTrainerSeparateAsync._setup no longer passes flush to the logger",
     without=(("==0.7.0", "no v1 trainers"),),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-stop-after-step",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="verl saves right after this method, in a state that each mode has prepared for it, when save_freq says "
         "so; the step after the one that was saved never begins",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "3aadd8009bfd11c7"}),),
     remove_when="verl's trainer saves on SIGTERM",
     relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",
                "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint"),

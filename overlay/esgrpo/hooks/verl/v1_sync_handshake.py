@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-handshake-before-sync",
@@ -13,7 +13,6 @@ HOOK = Hook(
     kind="wrap",
     why="on_init_end syncs weights, which already calls into the engine; v1-handshake comes after it, because the "
         "agent loop workers do",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "bc5d1780a1a72469"}),),
     remove_when="never: it checks the overlay itself",
     without=(("==0.7.0", "no v1 trainers"),),
 )

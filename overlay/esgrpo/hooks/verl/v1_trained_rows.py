@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-trained-rows",
@@ -14,7 +14,6 @@ HOOK = Hook(
     why="called once per weight version with all batches trained in it, while their rows are still in the "
         "TransferQueue; what it puts into `metrics` goes to verl's Tracking. compute_data_metrics sees no extra fields "
         "here",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "fb23e83667af176b"}),),
     remove_when="verl's trainers accept metric functions from the config",
     features=("v1",),
     relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",

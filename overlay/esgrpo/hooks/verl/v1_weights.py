@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="v1-keep-probabilities",
@@ -14,7 +14,6 @@ HOOK = Hook(
     kind="wrap",
     why="it selects the columns that the estimator gets by name, and only here the batch's keys and partition are "
         "known; the columns come back in v1-final-outputs, one call further down",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "020a671509489b9b"}),),
     remove_when="verl's v1 passes extra fields to registered advantage estimators",
     features=("weighted",),
     without=(("==0.7.0", "no v1 trainers"),),

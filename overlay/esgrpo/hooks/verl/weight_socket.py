@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.records import ENV_RESTART, ENV_RUN_ID
 
 CLASSES = ("BucketedWeightSender", "BucketedWeightReceiver")
@@ -19,7 +19,6 @@ HOOK = Hook(
     kind="add",  # both ends of the socket, in one place
     why="verl names the socket after Ray's job id, and the first job of every local Ray cluster is 01000000: of two "
         "runs on one host each unlinks the other's socket, and engines wait for ever or take the other run's weights",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "dc2e7bf374991e10"}),),
     remove_when="verl's socket name is unique on the host, or the socket is passed on",
     features=("observe",),
     without=(("==0.7.0", "its rollout gets the weights through a collective"),),

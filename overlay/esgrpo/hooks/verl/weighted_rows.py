@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="keep-probabilities-reach-estimator",
@@ -14,7 +14,6 @@ HOOK = Hook(
     kind="wrap",
     why="verl hands a registered estimator rewards, mask, config and uid, and no other column; the audit's keep "
         "probabilities are in the rows' extra fields, which arrive as non_tensor_batch",
-    releases=(Release("verl", ">=0.9,<0.10", {"0.9.1": "b47b38be4cded98c"}),),
     remove_when="verl passes non_tensor_batch to registered advantage estimators",
     features=("weighted",),
     relies_on=("verl.experimental.agent_loop.agent_loop:AgentLoopWorker._postprocess",

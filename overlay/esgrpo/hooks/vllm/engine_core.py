@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="engine-core-utilities",
@@ -11,12 +11,6 @@ HOOK = Hook(
     kind="add",
     why="call_utility_async runs any method of EngineCore between two steps, but EngineCore has none that finishes "
         "requests by group, sets a weight version or reports the hooks",
-    releases=(Release("vllm", ">=0.11,<0.34", {
-        "0.11.0": "3ba1bd862b507d2e", "0.12.0": "3e2b95f7a7a14a91", "0.13.0": "559ffa0186020c8f",
-        "0.18.0": "edc6706b1a931cf5", "0.18.1": "edc6706b1a931cf5", "0.20.2": "b8685b5070a2e06b",
-        "0.23.0": "4f68dc04477fbe90", "0.24.0": "936a83b5643c6d8b", "0.28.0": "612e71a2d90596bd",
-        "0.30.0": "2f5ecaac11955237", "0.32.0": "4f82a00cfa05bdff", "0.33.0": "cc544ee80d448848",
-    }),),
     remove_when="vLLM offers a registry for utility methods",
     features=("observe", "cpu"),
     relies_on=("vllm.v1.engine.core:EngineCoreProc._handle_client_request",),

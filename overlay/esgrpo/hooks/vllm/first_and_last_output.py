@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="first-and-last-output",
@@ -14,12 +14,6 @@ HOOK = Hook(
     why="of the cumulative outputs that vLLM makes for every token verl keeps the last, and takes the first for the "
         "arrival of the request: with FINAL_ONLY its weight sync would wait for the end of every response. "
         "stream_interval does nothing for cumulative outputs",
-    releases=(Release("vllm", ">=0.11,<0.34", {
-        "0.11.0": "2053192768e32586", "0.12.0": "1452344ba0b3a113", "0.13.0": "1452344ba0b3a113",
-        "0.18.0": "8eac852c09d5176e", "0.18.1": "8eac852c09d5176e", "0.20.2": "43b6f0da5522ab1f",
-        "0.23.0": "e767eeac2ae0faf5", "0.24.0": "e767eeac2ae0faf5", "0.28.0": "83775dec3ae95547",
-        "0.30.0": "f55fd43a80bc19fa", "0.32.0": "5c2f24d92bd4f52a", "0.33.0": "c4d19d2afaf82dcb",
-    }),),
     remove_when="vLLM's stream_interval counts for cumulative outputs",
     features=("token_outputs",),
     relies_on=("vllm.v1.engine.output_processor:OutputProcessor.process_outputs",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 
-from esgrpo.engine import Hook, Release
+from esgrpo.engine import Hook
 from esgrpo.hooks.vllm import mixin_sources
 
 HOOK = Hook(
@@ -16,7 +16,6 @@ HOOK = Hook(
     why="before vLLM 0.12 there is no get_scheduler_cls: EngineCore.__init__ reads scheduler_config.scheduler_cls "
         "right after this method. A scheduler_cls from the command line is overwritten by async_scheduling=True, and "
         "one that is set earlier would be pickled to the workers",
-    releases=(Release("vllm", ">=0.11,<0.12", {"0.11.0": "468753b65bf5b805"}),),
     remove_when="vLLM 0.11 is no longer supported",
     features=("observe",),
     relies_on=("vllm.v1.engine.core:EngineCore.__init__", *mixin_sources.TARGETS),

@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from esgrpo import recorded
 from esgrpo.errors import EsgrpoError
 from esgrpo.tools.lint import rules
 from esgrpo.tools.lint.expansion import UNKNOWN
@@ -260,10 +261,10 @@ def _overlay(said: list[dict], release: Release, lines: dict[str, int], launch: 
     if not said:
         return []
     line = _line(lines, SEGMENT, launch)
-    places = _places()
-    if not any(place.contains(release.version, prereleases=True) for place in places):
+    if not recorded.is_supported("verl", release.version):
         return [Finding(line, ERROR, SEGMENT, f"the overlay does not start with verl {release.version}, only with "
-                        f"{' and '.join(map(str, places))}", "use such a release, or drop segment.*")]
+                        f"{' and '.join(recorded.of_upstream('verl').supported)}",
+                        "use such a release, or drop segment.*")]
     findings = [Finding(line, NOTE, SEGMENT, "is read by the overlay; plain verl stops at the unknown field",
                         "start with: esgrpo run -- bash SCRIPT")]
     for entry in said:
@@ -284,29 +285,17 @@ def _overlay(said: list[dict], release: Release, lines: dict[str, int], launch: 
     return findings
 
 
-def _places() -> list:
-    """Releases whose driver the overlay can prepare."""
-    from packaging.specifiers import SpecifierSet
-
-    from esgrpo.hooks.verl import driver_start, partial_start
-
-    return [SpecifierSet(release.spec) for module in (partial_start, driver_start) for release in module.HOOK.releases]
-
-
 def _without_place(features: list[str], version: str) -> list[tuple[str, str]]:
     """Features that have hooks in some verl and none in this one, with the hooks' own reasons."""
-    from packaging.specifiers import SpecifierSet
-
     from esgrpo import engine
 
     hooks = [record.hook for record in engine.load_hooks().values()]
     found = []
     for feature in sorted(set(features) - IN_SCHEDULER):
         ours = [hook for hook in hooks if hook.upstream == "verl" and feature in hook.features]
-        specs = [SpecifierSet(release.spec) for hook in ours for release in hook.releases]
-        if ours and not any(spec.contains(version, prereleases=True) for spec in specs):
-            reasons = {engine.has_no_place(hook, version) for hook in ours} - {""}
-            found.append((feature, "; ".join(sorted(reasons)) or "nothing was tested there"))
+        reasons = {engine.has_no_place(hook, version) for hook in ours}
+        if ours and "" not in reasons:
+            found.append((feature, "; ".join(sorted(reasons))))
     return found
 
 
