@@ -12,7 +12,8 @@ import pytest
 
 from bench import ablation
 from esgrpo import cli
-from esgrpo.tools.report import headline, load, policy_tables, sections, tables
+from esgrpo.tools.report import headline, load, page, policy_tables, sections, tables
+from esgrpo.tools.report.chinese import in_chinese
 
 pytest.importorskip("matplotlib")
 MEASURES = {"effective tokens/s": 100.0, "decoded tokens/s": 200.0, "time to target, s": 30.0, "bubble rate": 0.5,
@@ -50,10 +51,14 @@ def pages(directory) -> tuple[str, str]:
     return (directory / "page.html").read_text(), (directory / "page.md").read_text()
 
 
+def claims(records) -> list[list[str]]:
+    return [claim.row() for claim in headline.claims_of(records)]
+
+
 def test_headline_takes_ratios_within_a_seed_and_says_what_they_allow(tmp_path):
     ablation_record(tmp_path)
     record, = load.records(tmp_path)
-    rows = {row[0].partition(";")[0]: row for row in headline.table([record]).rows[1:]}
+    rows = {row[0].partition(";")[0]: row for row in claims([record])}
     assert rows["training: effective tokens/s"][3:6] == ["2 [2, 2]", "3", "better"]
     assert rows["training: time to target, s"][5] == "worse"  # twice the time
     assert record.seeds == ("1", "2", "3") and record.commit and "cores" in record.device
@@ -66,7 +71,7 @@ def test_what_the_sampler_selects_is_said_beside_effective_tokens(tmp_path):
     record.data["measures"]["all without sampler"] = {
         seed: {key: 1.5 * value for key, value in MEASURES.items()} for seed in ("1", "2", "3")}
     record.data["arms"] = ablation.ARMS
-    rows = {row[0]: row for row in headline.table([record]).rows[1:]}
+    rows = {row[0]: row for row in claims([record])}
     assert rows["training: effective tokens/s; prompts chosen by the sampler"][3] == "2 [2, 2]"
     assert rows["training: effective tokens/s; sampler off"][3] == "1.5 [1.5, 1.5]"
     assert rows["training: decoded tokens/s; of all prompts alike"][3] == "2 [2, 2]"
@@ -75,8 +80,8 @@ def test_what_the_sampler_selects_is_said_beside_effective_tokens(tmp_path):
         "off": "as they come", "all": "sampler", "C pruning": "as they come", "keep": "as they come",
         "all without sampler": "as they come"}
     record.data["arms"] = {**ablation.ARMS, "all": ablation.ARMS["keep"]}
-    claims = [row[0] for row in headline.table([record]).rows[1:]]
-    assert "training: effective tokens/s" in claims and not [claim for claim in claims if ";" in claim]
+    names = [row[0] for row in claims([record])]
+    assert "training: effective tokens/s" in names and not [name for name in names if ";" in name]
     assert tables.ablation(record)[0].rows[0][1] == "seeds"
 
 
@@ -106,11 +111,13 @@ def test_page_asks_the_network_for_nothing_and_is_the_same_twice(tmp_path, capsy
     assert pages(tmp_path) == (page, text)
     assert "<script" not in page and not re.search(r"(src|href)=\"(?!data:|#)", page) and "@import" not in page
     pictures = [base64.b64decode(found).decode() for found in re.findall(r"svg\+xml;base64,([^\"]+)", page)]
-    assert len(pictures) == 5 and all("<svg" in picture for picture in pictures)
+    assert len(pictures) == 6 and all("<svg" in picture for picture in pictures)
     assert not any(re.search(r"href=\"(?!#)", picture) for picture in pictures)
-    for number, title in enumerate(("Ablation", "Reward over wall time", "Bubble over time", "Response lengths",
-                                    "Length bias"), 1):
-        assert f"Figure {number}. {title}" in page
+    shown = re.findall(r"<b>(?:<span.*?>Figure</span>.*?</span>) (\d). (?:<span lang=\"en\">)?(.*?)[<.]", page)
+    assert [title.partition(",")[0].partition(":")[0] for _, title in shown] == [
+        "Reward over wall time",  # on the first screen, and once more among its own
+        "Ablation", "Reward over wall time", "Bubble over time", "Response lengths", "Length bias"]
+    assert [int(number) for number, _ in shown] == [1, 2, 3, 4, 5, 6]
     assert "ablation_search.json" in text and "| off | as they come | 3 |" in text
 
 
@@ -181,10 +188,10 @@ def test_policies_are_compared_pair_by_pair_on_the_same_work_only(tmp_path):
     assert rows["es-grpo"]["over best rival (seer)"] == "1.2 [1.2, 1.2]"
     assert rows["es-grpo"]["bubble rate"] == "0.3 [0.3, 0.3]"  # the sum of causes, without their total
     assert "cap 128" in second.title and len(second.rows) == 2
-    claims = [row for row in headline.table([record]).rows if row[0].startswith("makespan")]
-    assert [(row[2].split(":")[0], row[3], row[5]) for row in claims] == [
-        ("verl", "2 [2, 2] x faster", "better"), ("seer", "1.2 [1.2, 1.2] x faster", "better")]
-    assert [row[2].partition(" s;")[2] for row in claims] == [
+    found = [row for row in claims([record]) if row[0].startswith("makespan")]
+    assert [(row[2].split(":")[0], row[3], row[5]) for row in found] == [
+        ("verl", "2 [2, 2] times as fast", "better"), ("seer", "1.2 [1.2, 1.2] times as fast", "better")]
+    assert [row[2].partition(" s;")[2] for row in found] == [
         " stale: not recorded; its own carry-over (colocate_async) not played",
         " stale: not recorded (rivals played: seer)"]
 
@@ -204,10 +211,10 @@ def test_a_ratio_stands_beside_its_staleness_and_decisions_and_the_baseline_is_v
     assert rows["es-grpo"]["stale"] == "39% of rows, 60% of tokens, 0.5 versions"
     assert rows["es-grpo"]["decisions"] == "keep 812" and rows["verl"]["decisions"] == "none"
     assert rows["verl"]["stale"] == "0% of rows, 0% of tokens, 0 versions"
-    claims = [row for row in headline.table([record]).rows if row[0].startswith("makespan")]
-    assert [row[2].partition(":")[0] for row in claims] == ["colocate_async"]
-    assert "stale: 39% of rows" in claims[0][1] and "decided: keep 812" in claims[0][1]
-    assert "stale: 39% of rows" in claims[0][2] and "was not played" not in pages(tmp_path)[1]
+    found = [row for row in claims([record]) if row[0].startswith("makespan")]
+    assert [row[2].partition(":")[0] for row in found] == ["colocate_async"]
+    assert "stale: 39% of rows" in found[0][1] and "decided: keep 812" in found[0][1]
+    assert "stale: 39% of rows" in found[0][2] and "was not played" not in pages(tmp_path)[1]
     engine_record(tmp_path, [run for run in runs if run["policy"] != "colocate_async"])
     assert "verl's own carry-over under a barrier (colocate_async) was not played" in pages(tmp_path)[1]
 
@@ -253,7 +260,7 @@ def test_simulated_numbers_are_labelled_wherever_they_stand(tmp_path):
                                                    "policies": {"verl": own, "es-grpo": own}}))
     engine_record(tmp_path, [RUN, {**RUN, "policy": "es-grpo"}])
     page, text = pages(tmp_path)
-    kinds = {row[-1]: row[6] for row in headline.table(load.records(tmp_path)).rows[1:]}
+    kinds = {row[-1]: row[6] for row in claims(load.records(tmp_path))}
     assert kinds == {"engine.json": "measured", "sim.json": "simulated"}
     assert "### sim.json (simulated)" in text and "### engine.json\n" in text
     assert 'sim.json<span class="badge simulated">' in page
@@ -265,7 +272,7 @@ def test_predicted_stands_beside_measured(tmp_path):
     (tmp_path / "validation.json").write_text(json.dumps({"simulated": True, "tau": {}, "runs": runs}))
     page, text = pages(tmp_path)
     assert "| math, cap 64, scenario sync | verl | 0 | 10 | 10.5 | +5.0% |" in text and "+20.0%" in text
-    assert "1 of 2 lie within the grey band of 10%" in text and "Figure 1. Predicted (simulated)" in page
+    assert "1 of 2 lie within the grey band of 10%" in text and ">Predicted (simulated) against" in page
 
 
 def test_study_ranks_modules_and_says_where_there_is_no_gain(tmp_path):
@@ -354,3 +361,62 @@ def test_a_directory_without_records(tmp_path, capsys, arguments):
 def test_numbers_say_how_many_runs_they_rest_on():
     assert tables.spread([3000.0, None, 2000.0]) == "2,500 [2,000, 3,000] (2 of 3)"
     assert tables.percent(-1e-9) == "0.00%"
+
+
+def two_files(tmp_path, **second) -> list[list[str]]:
+    """Two records of one command with a seed each; returns the rows of the headline."""
+    for name, seed, more in (("a", 1, {}), ("b", 2, second)):
+        ours = {key: (1 + seed) * value for key, value in MEASURES.items()}
+        (tmp_path / f"{name}.json").write_text(json.dumps({
+            "command": f"python -m bench.train --seeds {seed} --scale large --results {name}.json", "commit": "abc",
+            "device": "NVIDIA H200", "arms": {"plain": ["x=1"], "overlay": ["x=2"]},
+            "measures": {"plain": {str(seed): MEASURES}, "overlay": {str(seed): ours}}, **more}))
+    return sections.build(load.records(tmp_path)).headline.rows[1:]
+
+
+def test_runs_of_one_command_are_pooled_over_files(tmp_path):
+    rows = {row[0]: row for row in two_files(tmp_path)}
+    row = rows[headline.FASTER_TRAINING]
+    assert row[1].startswith("2.5 times as many [2, 3]") and row[4] == "2" and row[7] == "a.json + b.json"
+
+
+@pytest.mark.parametrize("second", [{"device": "AMD EPYC, 2 cores"}, {"arms": {"plain": ["x=1"], "overlay": ["x=3"]}},
+                                    {"command": "python -m bench.train --scale small"}])
+def test_what_differs_in_more_than_seeds_is_not_pooled(tmp_path, second):
+    row = two_files(tmp_path, **second)[0]
+    assert row[4] == "1" and "+" not in row[7] and "(" in row[6]  # the other one stands beside it
+
+
+def test_what_was_superseded_comes_last_and_claims_nothing(tmp_path):
+    (tmp_path / "superseded.toml").write_text('"a.json" = {by = "b.json", why = "an old model"}')
+    row = two_files(tmp_path)[0]
+    assert row[4] == "1" and row[7] == "b.json" and row[6] == tables.DASH
+    text = pages(tmp_path)[1]
+    assert "Superseded by b.json: an old model." in text.partition("## What later records replaced")[2]
+
+
+@pytest.mark.parametrize("said", [
+    '"c.json" = {by = "b.json", why = "gone"}', '"a.json" = {by = "c.json", why = "gone"}',
+    '"a.json" = {by = "b.json"}'])
+def test_a_list_of_superseded_records_that_names_nothing_is_refused(tmp_path, said, capsys):
+    two_files(tmp_path)
+    (tmp_path / "superseded.toml").write_text(said)
+    assert cli.main(["report", str(tmp_path)]) != 0
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_question_is_answered_by_the_best_evidence_not_by_the_best_number(tmp_path):
+    """Negative control: the order of evidence turned around shows the other number."""
+    rows = two_files(tmp_path, device="AMD EPYC, 2 cores")  # 2 on the GPU, 3 on a CPU
+    assert rows[0][1].startswith("2 times") and rows[0][6].startswith("3 (")
+
+
+def test_the_page_says_its_own_words_in_chinese_too(tmp_path):
+    ablation_record(tmp_path)
+    engine_record(tmp_path, [RUN, {**RUN, "policy": "es-grpo"}, {**RUN, "policy": "april"}])
+    content = sections.build(load.records(tmp_path))
+    ours = [page.TITLE, page.LEAD, page.MISSING_LEAD, page.FIGURES_LEAD, *headline.QUESTIONS, *headline.ANSWER_HEAD,
+            *[text for section in content.sections for text in (section.title, section.lead)],
+            *[figure.title for block in (b for s in content.sections for b in s.blocks) for figure in block.figures]]
+    assert [text for text in ours if in_chinese(text) == text] == []
+    assert 'id="zh"' in pages(tmp_path)[0] and "奖励随墙钟时间的变化" in pages(tmp_path)[0]

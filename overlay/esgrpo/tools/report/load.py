@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from esgrpo.tools.report import runs, targets
+from esgrpo.tools.report import runs, superseded, targets
 
 SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # of a record with fields amiss
 NOT_RECORDED = "not recorded"
@@ -32,6 +32,7 @@ class Record:
     simulated: bool = False
     notes: tuple[str, ...] = ()
     folder: Path = Path()  # that paths in `data` are relative to
+    superseded: str = ""  # by which record, and why
 
     def provenance(self) -> dict[str, str]:
         """What a reader needs to get the numbers again, and what is missing for it."""
@@ -210,7 +211,7 @@ def _contents(path: Path) -> list[dict]:
 
 def records(root: Path) -> list[Record]:
     """Every *.json and *.jsonl directly in `root`, and every run directory in it or it itself, in order of name."""
-    found = []
+    found, later = [], superseded.replaced(root)
     for path in sorted([*root.glob("*.json"), *root.glob("*.jsonl")]):
         if path.name in NO_RESULTS:
             continue
@@ -218,7 +219,8 @@ def records(root: Path) -> list[Record]:
         for number, data in enumerate(parts, 1):
             name = path.name if len(parts) == 1 else f"{path.name}#{number}"
             try:
-                found += [replace(record, folder=root) for record in of(name, data)]
+                found += [replace(record, folder=root, superseded=later.get(path.name, ""))
+                          for record in of(name, data)]
             except SHAPE_ERRORS as error:
                 found.append(unknown(Record(name, "unknown", data), error))
     covered = {arm for record in found if record.kind == "comparison" for arm in record.data.get("curves", {})}

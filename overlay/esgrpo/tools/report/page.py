@@ -7,6 +7,7 @@ import html
 from itertools import count
 from pathlib import Path
 
+from esgrpo.tools.report.chinese import in_chinese
 from esgrpo.tools.report.files import write_whole
 from esgrpo.tools.report.load import NOT_RECORDED, Record
 from esgrpo.tools.report.sections import Block, Content, shape_of
@@ -36,9 +37,25 @@ figcaption b,caption b{color:var(--ink)}
 .badge{font-size:.7rem;font-weight:600;padding:.05rem .4rem;border:1px solid currentColor;border-radius:3px;
 margin-left:.4rem}
 .simulated{color:var(--bad)}summary{cursor:pointer;font-size:.85rem;color:var(--soft)}
-@media print{body{max-width:none;margin:0}details{display:block}}
+summary h2{display:inline-block;margin:1.2rem 0 .4rem;border:0;color:var(--ink)}
+section{border-top:1px solid var(--line)}
+.language{float:right;font:.85rem system-ui,sans-serif}#zh:checked~main [lang=en],#zh:not(:checked)~main [lang=zh]{
+display:none}main{clear:both}
+.cards td:nth-child(n+2):nth-child(-n+4){min-width:8.5rem}
+@media (max-width:40rem){body{margin:1rem auto;padding:0 .8rem}h1{font-size:1.3rem}.cards thead{display:none}
+.cards,.cards tbody,.cards tr,.cards td{display:block;width:100%}.cards tr{padding:.6rem 0;border-bottom:1px solid
+var(--line)}.cards td{border:0;padding:.1rem 0}.cards td::before{content:attr(data-head) ": ";color:var(--soft)}
+.cards td:first-child::before{content:""}td{min-width:4.5rem;overflow-wrap:anywhere}
+.note,figcaption{overflow-wrap:anywhere}}
+@media print{body{max-width:none;margin:0}details{display:block}.language{display:none}}
 """
+LEAD = ("Every number stands with its command, commit, seed, device and spread; what is simulated is marked so; what "
+        "was not run is listed.")
+FIGURES_LEAD = "Everything else is folded below, by question."
+NO_ANSWER = "No record here allows a headline number."
 SIMULATED_BADGE = '<span class="badge simulated">simulated</span>'
+NOT_RUN, SOURCES = "Not run", "Where every number comes from"
+NOTHING_MISSING = "Nothing: every kind of evidence is there."
 MISSING_LEAD = "Part of a complete evaluation, and not among these records:"
 UNKNOWN_LEAD = "These files have a shape that this version does not know; their numbers are not on this page:"
 
@@ -56,20 +73,36 @@ def _cell(text: str) -> str:
     return f'<span class="lacking">{escaped}</span>' if text == NOT_RECORDED else escaped
 
 
-def _table(table: Table, number: int) -> str:
+def _both(text: str, form=html.escape) -> str:
+    """Our own words in both languages where the second has them; the switch of the page shows one."""
+    chinese = in_chinese(text)
+    if chinese == text:
+        return form(text)
+    return f'<span lang="en">{form(text)}</span><span lang="zh">{form(chinese)}</span>'
+
+
+def _table(table: Table, number: int, cards: bool = False) -> str:
+    """`cards`: cells are sentences, in both languages, and rows stand under each other where the page is narrow."""
     head, *body = table.rows
-    cells = "".join(f"<th>{_cell(cell)}</th>" for cell in head)
-    lines = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>\n" for row in body)
-    text = (f'<div class="scroll"><table><caption><b>Table {number}.</b> {html.escape(table.title)}</caption>'
-            f"<thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>\n")
-    return f"<details><summary>{html.escape(table.title)}</summary>{text}</details>\n" if table.folded else text
+    cell = (lambda text: _both(text, _cell)) if cards else _cell
+    heads = "".join(f"<th>{_both(text)}</th>" for text in head)
+    lines = "".join("<tr>" + "".join(f'<td data-head="{html.escape(name, quote=True)}">{cell(text)}</td>' if cards
+                                     else f"<td>{cell(text)}</td>" for name, text in zip(head, row, strict=True))
+                    + "</tr>\n" for row in body)
+    text = (f'<div class="scroll"><table{" class=cards" * cards}><caption><b>{_both("Table")} {number}.</b> '
+            f"{_both(table.title)}</caption><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>\n")
+    return f"<details><summary>{_both(table.title)}</summary>{text}</details>\n" if table.folded else text
 
 
 def _figure(figure, number: int) -> str:
     image = base64.b64encode(figure.svg.encode()).decode()
     return (f'<figure><img alt="{html.escape(figure.title, quote=True)}" src="data:image/svg+xml;base64,{image}">'
-            f"<figcaption><b>Figure {number}. {html.escape(figure.title)}.</b> {html.escape(figure.caption)}"
+            f"<figcaption><b>{_both('Figure')} {number}. {_both(figure.title)}.</b> {_both(figure.caption)}"
             "</figcaption></figure>\n")
+
+
+def _folded(anchor: str, title: str, inside: str) -> str:
+    return f'<section id="{anchor}"><details><summary><h2>{_both(title)}</h2></summary>\n{inside}</details></section>\n'
 
 
 def _from(record: Record) -> str:
@@ -89,30 +122,32 @@ def _block(block: Block, tables: count, figures: count) -> str:
 
 
 def as_html(content: Content) -> str:
+    """First screen: the answers and three pictures; then everything, folded by question."""
     tables, figures = count(1), count(1)
-    parts = [_table(content.headline, next(tables))] if len(content.headline.rows) > 1 else [
-        "<p>No record here allows a headline number.</p>"]
-    links = ""
+    answers = len(content.headline.rows) > 1
+    parts = [_table(content.headline, next(tables), cards=True) if answers else f"<p>{_both(NO_ANSWER)}</p>"]
+    parts += [_figure(figure, next(figures)) for figure in content.pictures]
+    parts.append(f"<p>{_both(FIGURES_LEAD)}</p>")
+    if len(content.claims.rows) > 1:
+        parts.append(_folded("claims", content.claims.title, _table(content.claims, next(tables))))
     for index, section in enumerate(content.sections):
         if section.blocks:
-            links += f'<a href="#s{index}">{section.title}</a>'
-            parts.append(f'<h2 id="s{index}">{section.title}</h2>\n<p>{html.escape(section.lead)}</p>\n')
-            parts += [_block(block, tables, figures) for block in section.blocks]
-    parts.append('<h2 id="missing">Not run</h2>\n')
+            inside = "".join(_block(block, tables, figures) for block in section.blocks)
+            parts.append(_folded(f"s{index}", section.title, f"<p>{_both(section.lead)}</p>\n{inside}"))
     rows = [["what", "command"], *content.missing]
-    parts.append(f"<p>{MISSING_LEAD}</p>" + _table(Table("Not run", rows), next(tables)) if content.missing else
-                 "<p>Nothing: every kind of evidence is there.</p>")
+    missing = f"<p>{_both(MISSING_LEAD)}</p>" + _table(Table(NOT_RUN, rows), next(tables)) if content.missing else (
+        f"<p>{_both(NOTHING_MISSING)}</p>")
+    parts.append(_folded("missing", NOT_RUN, missing))
     if content.unknown:
         items = "".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(shape_of(r))}</li>" for r in content.unknown)
-        parts.append(f'<h2 id="unknown">Not understood</h2><p>{UNKNOWN_LEAD}</p><ul>{items}</ul>')
-    parts.append('<h2 id="sources">Sources</h2>\n' + _table(content.sources, next(tables)))
+        parts.append(f'<h2 id="unknown">{_both("Not understood")}</h2><p>{_both(UNKNOWN_LEAD)}</p><ul>{items}</ul>')
+    parts.append(_folded("sources", SOURCES, _table(content.sources, next(tables))))
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{TITLE}</title>'
-            '<meta name="viewport" content="width=device-width">'
-            f"<style>{STYLE}</style></head><body>\n<h1>{TITLE}</h1>\n"
-            '<p class="lead">Every number stands with its command, commit, seed, device and spread; what is simulated '
-            'is marked so; what was not run is listed.</p>\n'
-            f'<nav>{links}<a href="#missing">Not run</a><a href="#sources">Sources</a></nav>\n'
-            f'{"".join(parts)}</body></html>\n')
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<style>{STYLE}</style></head><body>\n"
+            '<input type="checkbox" id="zh" class="language"><label class="language" for="zh">中文&nbsp;</label>\n'
+            f'<main><h1>{_both(TITLE)}</h1>\n<p class="lead">{_both(LEAD)}</p>\n{"".join(parts)}</main></body>'
+            "</html>\n")
 
 
 def markdown_table(rows: list[list[str]]) -> str:
@@ -124,7 +159,7 @@ def markdown_table(rows: list[list[str]]) -> str:
 
 def as_markdown(content: Content) -> str:
     parts = [f"# {TITLE}", "Figures are on the HTML page of the same name.", "## Headline",
-             markdown_table(content.headline.rows)]
+             markdown_table(content.headline.rows), f"## {content.claims.title}", markdown_table(content.claims.rows)]
     for section in content.sections:
         if section.blocks:
             parts += [f"## {section.title}", section.lead]
@@ -135,8 +170,9 @@ def as_markdown(content: Content) -> str:
             for table in block.tables:
                 parts += [f"**{table.title}**", markdown_table(table.rows)]
             parts += [f"*Figure: {figure.title}.* {figure.caption}" for figure in block.figures]
-    parts += ["## Not run", markdown_table([["what", "command"], *content.missing]) if content.missing else "Nothing."]
+    parts += [f"## {NOT_RUN}",
+              markdown_table([["what", "command"], *content.missing]) if content.missing else "Nothing."]
     if content.unknown:
         parts += ["## Not understood", UNKNOWN_LEAD, "\n".join(f"- {r.name}: {shape_of(r)}" for r in content.unknown)]
-    parts += ["## Sources", markdown_table(content.sources.rows)]
+    parts += [f"## {SOURCES}", markdown_table(content.sources.rows)]
     return "\n\n".join(parts) + "\n"

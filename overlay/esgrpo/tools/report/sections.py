@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from esgrpo.tools.report import headline, policy_figures, policy_tables, study, tables, training_figures
+from esgrpo.tools.report import headline, policy_figures, policy_tables, pool, study, tables, training_figures
 from esgrpo.tools.report.load import NOT_RECORDED, SHAPE_ERRORS, Record, unknown
 from esgrpo.tools.report.plots import Figure
 from esgrpo.tools.report.tables import OURS, Table
@@ -22,6 +22,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Section:
+    """Blocks that answer one question; only the first thing a reader looks for is unfolded on the page."""
+
     title: str
     lead: str
     blocks: list[Block]
@@ -30,6 +32,8 @@ class Section:
 @dataclass(frozen=True)
 class Content:
     headline: Table
+    pictures: list[Figure]
+    claims: Table
     sections: list[Section]
     missing: list[list[str]]
     unknown: list[Record]
@@ -50,21 +54,38 @@ FIGURES = {
     "ablation": training_figures.training, "robustness": training_figures.robustness,
     "comparison": training_figures.training, "run": training_figures.training,
 }
-# title, kinds, lead
+MANY_ARMS = 3  # above it a training record asks which module brings what
+
+
+def _of_modules(record: Record) -> bool:
+    switches = {arm.partition(" staleness=")[0] for arm in _arms(record)}  # the same arm at another staleness
+    return record.kind == "study" or record.kind == "ablation" and len(switches) > MANY_ARMS
+
+
+# question, which records answer it, what a reader must know of all of them
 ORDER = (
-    ("Rollout on real engines", ("engine", "tau"),
-     "The same target lengths are enforced for every policy, so that all decode the same work; nothing is timed before "
-     "warm-up."),
-    ("Training", ("ablation", "robustness", "comparison", "run"),
+    ("Does training get faster, and is the reward as good?",
+     lambda r: r.kind in ("ablation", "comparison", "run") and not _of_modules(r),
      "Whole runs of verl under the same command and the same wall-time budget, or for the same number of updates where "
      "a record says so; arms differ in switches."),
-    ("Simulation", ("validation", "study", "simulation", "prompt sampling", "estimator bias"),
-     "A virtual clock drives the overlay's own decision code. These numbers are simulated: what to expect, not what "
-     "was seen."),
-    ("What the overlay itself costs, and saves", ("scheduler cost", "output cost", "decode overhead", "start-up"),
+    ("Is rollout faster?", lambda r: r.kind == "engine",
+     "Real vLLM engines. The same target lengths are enforced for every policy, so that all decode the same work; "
+     "nothing is timed before warm-up."),
+    ("Which module brings what?", _of_modules,
+     "The same training with one module at a time or with one left out. What is marked as simulated was not seen on a "
+     "device."),
+    ("Does it hold under other tasks, algorithms and sizes?", lambda r: r.kind == "robustness",
+     "The same training in other settings, arms side by side."),
+    ("Is what is trained right?", lambda r: r.kind in ("estimator bias", "prompt sampling", "check"),
+     "Estimators against the gradient of whole groups, which prompts are drawn, and runs that pass or fail."),
+    ("What does the overlay itself cost, and save?",
+     lambda r: r.kind in ("scheduler cost", "output cost", "decode overhead", "start-up"),
      "Each against plain upstream in one process, with a control of plain against plain."),
-    ("Checks", ("check",), "Runs that pass or fail; no measurement of speed."),
+    ("What is to be expected at other sizes?", lambda r: r.kind in ("tau", "validation", "simulation"),
+     "A virtual clock drives the overlay's own decision code, with step times measured on real engines. These numbers "
+     "are simulated where it says so: what to expect, not what was seen."),
 )
+REPLACED = ("What later records replaced", "Kept so that no number disappears; nothing above rests on them.")
 # What a complete evaluation holds: name, is it there?, how to make it.
 EXPECTED = (
     ("Makespan by policy on a real engine", lambda rs: _any(rs, "engine"), "python -m bench.engine --results FILE"),
@@ -76,7 +97,7 @@ EXPECTED = (
     ("Training under other tasks, algorithms and sizes", lambda rs: _any(rs, "robustness"),
      "python -m bench.robustness --study grid --model-medium DIR --results FILE"),
     ("Training on GPUs, three seeds or more", lambda rs: any(
-        r.kind == "ablation" and _on_gpu(r) and min(map(len, _arms(r).values()), default=0) > 2 for r in rs),
+        r.kind == "ablation" and headline.on_gpu(r) and min(map(len, _arms(r).values()), default=0) > 2 for r in rs),
      "ESGRPO_BENCH_DEVICE=cuda python -m bench.ablation --results FILE"),
     ("Reward over wall time", lambda rs: any(training_figures.curves_of(r) for r in _training(rs)),
      "python -m bench.ablation --results FILE (records with curves)"),
@@ -112,11 +133,7 @@ def _training(records) -> list[Record]:
 
 
 def _arms(record: Record) -> dict[str, dict]:
-    return {arm: seeds for arm, seeds in record.data["measures"].items() if seeds}
-
-
-def _on_gpu(record: Record) -> bool:
-    return any(word in record.device for word in ("NVIDIA", "GPU", "Ascend"))
+    return {arm: seeds for arm, seeds in record.data.get("measures", {}).items() if seeds}
 
 
 def _unfair(record: Record) -> list[str]:
@@ -138,7 +155,8 @@ def _unfair(record: Record) -> list[str]:
 
 def caveats(record: Record) -> list[str]:
     """What a reader must know before quoting a number of this record."""
-    found = list(record.notes)
+    found = [f"Superseded {record.superseded}."] if record.superseded else []
+    found += record.notes
     if record.kind in ("ablation", "robustness"):
         arms = _arms(record)
         if "static" in arms:
@@ -186,24 +204,48 @@ def _understood(record: Record) -> Block | Record:
     if record.kind == "unknown":
         return record
     try:
-        headline.table([record])
+        headline.claims_of([record])
         figures = FIGURES[record.kind](record) if record.kind in FIGURES else []
         return Block(record, TABLES[record.kind](record), figures, caveats(record))
     except SHAPE_ERRORS as error:
         return unknown(record, error)
 
 
+# The pictures of the first screen: a title's beginning, and whether it stands for measured records alone.
+PICTURES = ("Requests in the engines over time", "Reward over wall time", "Makespan and bubble by policy")
+
+
+def _pictures(blocks: list[Block]) -> list[Figure]:
+    """The first figure of each kind of the record with the best evidence for it: measured, on a GPU, most runs."""
+    def evidence(block: Block) -> tuple:
+        record = block.record
+        runs = len(record.data.get("runs", ())) or sum(map(len, _arms(record).values()))
+        return headline.on_gpu(record), runs
+
+    found = []
+    for wanted in PICTURES:
+        having = [block for block in blocks if not block.record.simulated and not block.record.superseded
+                  and block.record.kind != "run" and any(figure.title.startswith(wanted) for figure in block.figures)]
+        if having:
+            best = max(having, key=evidence)
+            figure = next(figure for figure in best.figures if figure.title.startswith(wanted))
+            found.append(replace(figure, caption=f"{figure.caption} From {best.record.name}."))
+    return found
+
+
 def build(records: list[Record]) -> Content:
-    parts = [_understood(record) for record in records]
+    parts = [_understood(record) for record in pool.pooled(records)]
     blocks = [part for part in parts if isinstance(part, Block)]
     known = [block.record for block in blocks]
     sections = []
-    for title, kinds, lead in ORDER:
-        mine = [block for block in blocks if block.record.kind in kinds]
-        sections.append(Section(title, lead, sorted(mine, key=lambda block: kinds.index(block.record.kind))))
+    for title, answers, lead in ORDER:
+        mine = [block for block in blocks if answers(block.record) and not block.record.superseded]
+        sections.append(Section(title, lead, sorted(mine, key=lambda block: not headline.on_gpu(block.record))))
+    sections.append(Section(*REPLACED, [block for block in blocks if block.record.superseded]))
     missing = [[name, command] for name, there, command in EXPECTED if not there(known)]
-    return Content(headline.table(known), sections, missing, [part for part in parts if isinstance(part, Record)],
-                   _sources(known))
+    claims = headline.claims_of(known)
+    return Content(headline.answers(claims), _pictures(blocks), headline.table(claims), sections, missing,
+                   [part for part in parts if isinstance(part, Record)], _sources(known))
 
 
 def shape_of(record: Record) -> str:
