@@ -48,6 +48,7 @@ class Watched:
     decided: dict[int, Decided] = field(default_factory=dict)
     seen: dict[int, tuple[float, float, bool]] = field(default_factory=dict)  # member -> (prior, doublings, agreed on)
     pivot: float | None = None
+    passed_by: dict[str, int] = field(default_factory=dict)  # rule -> members that had ended when it last passed by
 
     @property
     def pruned(self) -> int:
@@ -208,7 +209,11 @@ class GroupPruner:
             if score is None or not open_:
                 return
             if score > self.audit.scale(rule):
-                self._learned(PASSED_BY, rule)
+                # one case an ending: answers to several questions may come after the same one
+                ended = len(watched.finished) + len(watched.removed)
+                if watched.passed_by.get(rule) != ended:
+                    watched.passed_by[rule] = ended
+                    self._learned(PASSED_BY, rule)
                 return
             for member in open_:
                 found.setdefault(member, (rule, score))

@@ -12,11 +12,13 @@ with `algo/segments.py` and tells in the answer of an attempt.
     Sealed           its row is written: nothing may be decided about it     -> Record
     MemberEnded      the member has its reward, failed or was interrupted    -> Record, Ask, Share
     Progress         answer to Ask                                           -> Finish, Tell, Share
-    ReplicaLost      nobody is there any more
     Learned          what the audits of other workers learned
 
 Events about groups or members that are unknown, or that have ended, are late or duplicates: counted in `decisions`
-under "late" and otherwise without effect. Token counts are response tokens; times are seconds of the driver's clock.
+under "late" and otherwise without effect. A replica that leaves the pool (verl's hybrid replicas, when they train)
+gives its requests back as aborted: each member says so by AttemptEnded. One that dies has no event: the request of a
+dead server raises in verl's client, no release submits it elsewhere, and the run ends. Token counts are response
+tokens; times are seconds of the driver's clock.
 """
 
 from __future__ import annotations
@@ -41,7 +43,6 @@ from esgrpo.algo.rollout_events import (
     Progress,
     Record,
     Reopened,
-    ReplicaLost,
     Sealed,
     Share,
     Submit,
@@ -380,10 +381,6 @@ class GroupRuns:
             if event.state is not None:
                 self.rules.pruner.restore(event.state)
             self.rules.pruner.absorb(event.lessons)
-            return []
-        if isinstance(event, ReplicaLost):
-            for run in self.groups.values():
-                run.where = {member: replica for member, replica in run.where.items() if replica != event.replica}
             return []
         if isinstance(event, Reopened):
             if event.group in self.groups:

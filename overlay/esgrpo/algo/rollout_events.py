@@ -82,11 +82,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class ReplicaLost:
-    replica: object
-
-
-@dataclass(frozen=True)
 class Learned:
     """`state` replaces what is known here: it holds all of it."""
 
