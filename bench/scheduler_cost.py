@@ -43,7 +43,8 @@ HISTORY = 1000  # response tokens at the start; a repetition check looks at up t
 WARM_UP = 2  # untimed steps after a change of class, for the interpreter's inline caches
 CERTAIN = 1e9  # nats: whatever the log-probs are
 HUGE = 1 << 40  # a segment length that no response reaches
-LIMITS = {"boundary": 5.0, "elastic_boundary": 5.0, "nothing_due": 0.02}  # us a look; share of upstream's time
+# microseconds a look; shares of upstream's time
+LIMITS = {"boundary": 5.0, "elastic_boundary": 5.0, "nothing_due": 0.01, "boundaries_and_repetition": 0.01}
 NATIVE = {"max_pattern_size": 32, "min_pattern_size": 1, "min_count": 8}  # of 256 tokens, as in our defaults
 
 
@@ -154,21 +155,22 @@ class Bench:
 
     def step(self) -> tuple[int, int, dict]:
         """CPU nanoseconds of schedule() + update_from_output() in one step, of it upstream's, and the step's output."""
-        output = model_output(self.order, self.draws.integers(VOCABULARY, size=len(self.order)),
-                              self.draws.normal(-1.0, 0.5, size=len(self.order)).astype(np.float32))
         scheduler = self.scheduler
         scheduler.upstream_ns = 0
+        spent, begin = 0, time.thread_time_ns()
+        if self.lag:  # the next step is scheduled before this one's output is there
+            following = scheduler.schedule()
+            spent += time.thread_time_ns() - begin
+        output = model_output(self.order, self.draws.integers(VOCABULARY, size=len(self.order)),
+                              self.draws.normal(-1.0, 0.5, size=len(self.order)).astype(np.float32))
         begin = time.thread_time_ns()
-        if self.lag:  # the next step is scheduled before this one's output is known
+        outputs = scheduler.update_from_output(self.ahead, output)
+        if not self.lag:
             following = scheduler.schedule()
-            outputs = scheduler.update_from_output(self.ahead, output)
-        else:
-            outputs = scheduler.update_from_output(self.ahead, output)
-            following = scheduler.schedule()
-        end = time.thread_time_ns()
+        spent += time.thread_time_ns() - begin
         self.ahead = following
         self.steps += 1
-        return end - begin, scheduler.upstream_ns, outputs
+        return spent, scheduler.upstream_ns, outputs
 
     def block(self, name: str, steps: int) -> tuple[float, float]:
         """Mean CPU microseconds of a step of one arm, and of the part that is not upstream's.
@@ -187,12 +189,16 @@ class Bench:
         book = self.states[name].get("segment_book")
         if book is not None:
             self.states[name]["left"] = self.steps
+            for key, item in book.tracked.items():  # those that nothing has looked at, as at the end of a response
+                book.count_boundaries(item, len(self.scheduler.requests[key]._output_token_ids))
             count["boundaries"] = sum(item.boundaries for item in book.tracked.values())
             count["outcomes"] = sum(self.states[name]["segment_outcomes"].values())
         return spent / steps / 1e3, own / steps / 1e3
 
     def look_cost(self, segment: dict, steps: int, told: int = 0) -> dict:
         """CPU microseconds of one look at a response: the wheel, the decision and the next appointment.
+
+        Boundaries are looked at as if they could end the response, and go on.
 
         `told`: the group is told this segment length first; what that takes per response is reported, too.
         """
@@ -209,11 +215,15 @@ class Bench:
 
         self.switch(state)
         scheduler = self.scheduler
+        book = scheduler.segment_book
+        book._may_end_at_boundary = lambda item: True
+        for request in self.requests:
+            book._plan(request.request_id, book.tracked[request.request_id], len(request._output_token_ids))
         if told:
             begin = time.thread_time_ns()
             reached = scheduler.segment_set_length("g", told, False)
             telling = {"told": reached, "microseconds_to_tell": (time.thread_time_ns() - begin) / reached / 1e3}
-        scheduler.segment_book.advance = timed(scheduler.segment_book.advance, False)
+        book.advance = timed(book.advance, False)
         scheduler._segment_act = timed(scheduler._segment_act, True)
         try:
             for _ in range(steps):

@@ -135,6 +135,7 @@ class Replica:
             return decision
 
         book._at_boundary = at_boundary
+        book._may_end_at_boundary = lambda item: item.next_boundary is not None
 
     def do_submit(self, sample: str, prompt: list[int], response: list[int], target: int, boundary: int | None) -> None:
         """Decode up to `target` response tokens; `boundary` is the place of the first one in the whole response."""

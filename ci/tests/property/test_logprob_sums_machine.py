@@ -71,7 +71,7 @@ class Sums(RuleBasedStateMachine):
         output = SimpleNamespace(req_ids=list(scheduled), sampled_token_ids=sampled,
                                  req_id_to_index={key: index for index, key in enumerate(scheduled)},
                                  logprobs=logprobs if with_logprobs else None)
-        assert self.sums.add(output, scheduled, self.alive) == expected
+        assert self.sums.add(output, scheduled, self.alive, set(scheduled.values()) == {1}) == expected
         assert self.sums.several == {key: len(values) for key, values in drawn.items() if len(values) > 1}
         for key in data.draw(st.sets(st.sampled_from(sorted(drawn))) if drawn else st.just(set()), label="ends"):
             kept = data.draw(st.integers(min(1, len(drawn[key])), len(drawn[key])), label="kept")

@@ -58,6 +58,8 @@ class Occupancy:
 
     def observe(self, running: int, waiting: int) -> None:
         """From now on `running` requests decode and `waiting` ones queue."""
+        if running == self._running and waiting == self._waiting:  # as at most steps: the next change integrates it
+            return
         now = self._integrate()
         timeline = self.window.timeline
         if running != self._running and (not timeline or now - timeline[-1][0] >= TIMELINE_PERIOD_S or running == 0):

@@ -2,12 +2,12 @@
 
 Pure: tokens in, decisions out; no clock, no torch, no upstream. A step is one executed engine step. A response grows
 by at most `tokens_per_step` tokens a step, so a look that is k tokens away cannot be due earlier than
-ceil(k / tokens_per_step) steps from now: the wheel is asked once a step and touches only what may be due.
+ceil(k / tokens_per_step) steps from now: the wheel is asked once a step and touches only what may be due. A boundary
+that can end nothing is not looked at: it is counted when the response is looked at next, told a length, or closed.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -23,14 +23,13 @@ UNKNOWN_VERSION = -1  # tokens made before the first weight sync told the engine
 
 
 class BoundaryWheel:
-    """Priority queue of looks, keyed by the earliest step at which they can be due."""
+    """Timing wheel of looks: one list for each step at which some can be due. It must be asked at every step."""
 
     def __init__(self, tokens_per_step: int = 1):
         if tokens_per_step < 1:
             raise ValueError(f"tokens_per_step must be at least 1, got {tokens_per_step}")
         self._tokens_per_step = tokens_per_step
-        self._heap: list[tuple[int, int, Hashable]] = []
-        self._order = 0  # makes ties first come, first served, whatever the keys are
+        self._looks: dict[int, list[Hashable]] = {}  # step -> keys, first come, first served
 
     def schedule(self, key: Hashable, step: int, tokens_left: int) -> int:
         """Look at `key` no earlier than when `tokens_left` (>= 1) more tokens can exist, counted from `step`.
@@ -38,18 +37,22 @@ class BoundaryWheel:
         Returns the step of the look.
         """
         due = step + -(-max(1, tokens_left) // self._tokens_per_step)
-        heapq.heappush(self._heap, (due, self._order, key))
-        self._order += 1
+        keys = self._looks.get(due)
+        if keys is None:
+            self._looks[due] = [key]
+        else:
+            keys.append(key)
         return due
 
     def due(self, step: int) -> list[Hashable]:
-        keys = []
-        while self._heap and self._heap[0][0] <= step:
-            keys.append(heapq.heappop(self._heap)[2])
-        return keys
+        return self._looks.pop(step, [])
+
+    def entries(self) -> list[tuple[int, Hashable]]:
+        """(step, key) of every appointment, outdated ones included."""
+        return [(due, key) for due, keys in self._looks.items() for key in keys]
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return sum(map(len, self._looks.values()))
 
 
 def next_multiple(done: int, length: int) -> int:
@@ -125,10 +128,11 @@ class Tracked:
     done_before: int
     length_class: str
     move: bool  # may be handed back once, to be moved to a replica of the tail class
-    next_boundary: int | None  # in tokens of the whole response; None: never segmented
+    next_boundary: int | None  # in tokens of the whole response, the first one not yet counted; None: never segmented
+    length: int  # tokens from that boundary to the one after it
     next_repetition: int | None
     due: int = 0  # step of the look that counts; entries of the wheel for other steps are outdated
-    boundaries: int = 0
+    boundaries: int = 0  # counted so far
     spans: list[list[int]] = field(default_factory=list)  # [weight version, tokens], oldest first
     spanned: int = 0  # tokens of this attempt already in `spans`
     kv_version: int | None = None  # version of the oldest KV that its next token reads; None: of the present version
@@ -142,8 +146,9 @@ class SegmentBook:
     """All tracked responses of one engine.
 
     Invariants: a key is tracked from `add` to `close`; spans sum to the attempt's tokens; a pending finish is carried
-    out once or dropped with the response; a boundary never lies behind tokens that were already made; a response of the
-    short class has none; one that may be moved is handed back for it at most once.
+    out once or dropped with the response; a boundary at which a response would be handed back never lies behind tokens
+    that were already made; a response of the short class has none; one that may be moved is handed back for it at most
+    once.
     """
 
     def __init__(self, settings: Segment, tokens_per_step: int = 1):
@@ -175,10 +180,10 @@ class SegmentBook:
             length_class = TAIL
         elif segment_length is not None and segment_length != self._length:
             self._lengths[group] = segment_length, False
-        item = Tracked(group, member, done_before, length_class, move,
-                       self._boundary_after(done_before, group, length_class),
+        item = Tracked(group, member, done_before, length_class, move, None, 0,
                        next_multiple(done_before, repetition.check_interval)
                        if repetition.enable and not exempt else None)
+        self._set_boundary(item, done_before)
         if item.next_repetition is not None:
             reach = done_before - marks[0][0] if marks else 0
             if 0 < reach <= len(earlier):
@@ -192,17 +197,34 @@ class SegmentBook:
             self.pending[key] = rule
         self._plan(key, item, 0)
 
-    def _boundary_after(self, tokens: int, group: str, length_class: str) -> int | None:
-        if length_class == SHORT:
-            return None
+    def _length_of(self, group: str) -> int:
         told = self._lengths.get(group)
-        return next_multiple(tokens, self._length if told is None else told[0])
+        return self._length if told is None else told[0]
+
+    def _set_boundary(self, item: Tracked, total: int) -> None:
+        """The next boundary is the first one after `total` tokens of the whole response."""
+        if item.length_class != SHORT:
+            item.length = self._length_of(item.group)
+            item.next_boundary = next_multiple(total, item.length)
+
+    def count_boundaries(self, item: Tracked, count: int) -> bool:
+        """Count those that were reached by the `count` tokens of this attempt; returns whether there were any."""
+        total = item.done_before + count
+        if item.next_boundary is None or total < item.next_boundary or not self._decides:
+            return False
+        item.boundaries += 1 + total // item.length - item.next_boundary // item.length
+        self._set_boundary(item, total)
+        return True
+
+    def _may_end_at_boundary(self, item: Tracked) -> bool:
+        """Else nothing but a count comes of its boundaries, for which nobody needs to look."""
+        return self._yields or (item.move and item.length_class == TAIL)
 
     def _plan(self, key: Hashable, item: Tracked, count: int) -> None:
         """Appoint the next look of a response that has made `count` tokens in this attempt."""
-        look, repetition = item.next_boundary, item.next_repetition
-        if look is None or (repetition is not None and repetition < look):
-            look = repetition
+        look, boundary = item.next_repetition, item.next_boundary
+        if boundary is not None and (look is None or boundary < look) and self._may_end_at_boundary(item):
+            look = boundary
         if look is not None and self._decides:
             item.due = self._wheel.schedule(key, self.step, look - item.done_before - count)
 
@@ -230,11 +252,8 @@ class SegmentBook:
             item.next_repetition = next_multiple(total, self.settings.prune.repetition.check_interval)
             if self._proves_loop(item, tokens, (total, *logprobs)):
                 decision = self._loop
-        if item.next_boundary is not None and total >= item.next_boundary:
-            item.boundaries += 1
-            item.next_boundary = self._boundary_after(total, item.group, item.length_class)
-            if decision is GO_ON:
-                decision = self._at_boundary(item)
+        if self.count_boundaries(item, count) and decision is GO_ON:
+            decision = self._at_boundary(item)
         if decision is GO_ON:
             self._plan(key, item, count)
         return decision
@@ -279,18 +298,22 @@ class SegmentBook:
         into the tail class. `token_counts` covers the group's tracked keys (tokens of the attempt). Later attempts of
         the group start with this length.
         """
+        keys = self._groups.get(group, ())
+        for key in keys:  # by the length that it had until now
+            self.count_boundaries(self.tracked[key], token_counts[key])
         self._lengths[group] = length, tail
         self._lengths.move_to_end(group)
         while len(self._lengths) > GROUP_LENGTHS_KEPT:
             self._lengths.popitem(last=False)
-        keys = self._groups.get(group, ())
         for key in keys:
             item, count = self.tracked[key], token_counts[key]
             if tail:
                 item.length_class = TAIL
-            boundary = self._boundary_after(item.done_before + count, group, item.length_class)
-            if boundary is not None and (item.next_boundary is None or boundary < item.next_boundary):
-                item.next_boundary = boundary
+            before = item.next_boundary
+            self._set_boundary(item, item.done_before + count)
+            if before is not None:
+                item.next_boundary = min(before, item.next_boundary)
+            if (item.next_boundary != before or tail) and self._may_end_at_boundary(item):
                 self._plan(key, item, count)
         return len(keys)
 
@@ -358,5 +381,6 @@ class SegmentBook:
         keys.discard(key)
         if not keys:
             del self._groups[item.group]
+        self.count_boundaries(item, count)
         self._extend_spans(item, count)
         return item

@@ -21,24 +21,26 @@ class LogprobSums:
     def __init__(self):
         self._order: list[str] = []
         self._sums = np.zeros(0)
-        self._rows = np.zeros(0, dtype=np.int64)  # tokens in each sum
+        self._rows = np.zeros(0, dtype=np.int64)  # tokens in each sum, without those that _each counts
+        self._each = 0  # steps since the batch changed that gave every request one token
         self._places: dict[str, int] = {}  # id -> place in _order: the runner's own map, made anew every step
         self._parked: dict[str, tuple[float, int]] = {}  # preempted: in no batch now, may come back
         self._late: dict[str, int] = {}  # scheduled tokens whose rows are still to come, and will be dropped
         self.several: dict[str, int] = {}  # ids with more than one token in the last step -> how many
         self._last_step: tuple | None = None  # of that step: sums before it, rows, first row and number of rows of each
 
-    def add(self, output, scheduled, alive) -> int:
+    def add(self, output, scheduled, alive, one_each: bool = False) -> int:
         """Add one ModelRunnerOutput; returns the number of tokens in it that reach a response.
 
         `scheduled` maps ids to the tokens that were scheduled in this step, `alive` holds the ids of requests that
-        still exist: a request that has ended may have one more row in flight, which must not stay behind.
+        still exist: a request that has ended may have one more row in flight, which must not stay behind. `one_each`:
+        no request was scheduled for more than one token, so that none has sampled more.
         """
         sampled = output.sampled_token_ids
         self.several, self._last_step = {}, None
         if not sampled:
             return 0
-        total = sum(map(len, sampled))
+        total = len(sampled) if one_each and all(sampled) else sum(map(len, sampled))
         late = self._too_late(output, scheduled) if self._late else []
         reached = total - sum(len(sampled[index]) for index in late)
         logprobs = output.logprobs
@@ -51,7 +53,7 @@ class LogprobSums:
         rows, starts = _columns(logprobs)
         if starts is None and total == len(sampled) == len(rows):  # without starts nobody has more than one
             self._sums += rows
-            self._rows += 1
+            self._each += 1
             if late:  # of a request that lives on
                 self._sums[late] -= rows[late]
                 self._rows[late] -= 1
@@ -112,12 +114,12 @@ class LogprobSums:
         return [output.req_id_to_index[key] for key in late]
 
     def _reorder(self, order: list[str], alive) -> None:
-        known = {**self._parked, **dict(zip(self._order, zip(self._sums.tolist(), self._rows.tolist(), strict=True),
-                                            strict=True))}
+        entries = zip(self._sums.tolist(), (self._rows + self._each).tolist(), strict=True)
+        known = {**self._parked, **dict(zip(self._order, entries, strict=True))}
         entries = [known.pop(key, NOTHING) for key in order]
         self._sums = np.fromiter((entry[0] for entry in entries), dtype=np.float64, count=len(order))
         self._rows = np.fromiter((entry[1] for entry in entries), dtype=np.int64, count=len(order))
-        self._order = order
+        self._order, self._each = order, 0
         self._parked = {key: value for key, value in known.items() if key in alive}
 
     def of(self, key: str) -> tuple[float, int]:
@@ -128,7 +130,7 @@ class LogprobSums:
         if key in self._parked:
             return self._parked[key]
         place = self._places.get(key)
-        return NOTHING if place is None else (float(self._sums[place]), int(self._rows[place]))
+        return NOTHING if place is None else (float(self._sums[place]), int(self._rows[place]) + self._each)
 
     def pop(self, key: str) -> float:
         """The sum of an ended request; it is forgotten at the next change of the batch."""
@@ -138,5 +140,5 @@ class LogprobSums:
         if place is None:
             return 0.0
         value = float(self._sums[place])
-        self._sums[place], self._rows[place] = NOTHING
+        self._sums[place], self._rows[place] = 0.0, -self._each
         return value

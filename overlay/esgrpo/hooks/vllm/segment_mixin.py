@@ -116,12 +116,13 @@ class SegmentMixin:
         return sum(step.get(key, 0) for step in self.segment_flight)
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        flight = self.segment_flight
-        while flight and flight.popleft() is not scheduler_output.num_scheduled_tokens:
+        flight, scheduled = self.segment_flight, scheduler_output.num_scheduled_tokens
+        while flight and flight.popleft() is not scheduled:
             continue  # oldest first; a step that was scheduled but never executed is forgotten here
         # Before upstream frees what ends in this step, so that the last token is in the sum.
         self.segment_occupancy.window.tokens += self.segment_logprobs.add(
-            model_runner_output, scheduler_output.num_scheduled_tokens, self.requests)
+            model_runner_output, scheduled, self.requests,
+            one_each=scheduler_output.total_num_scheduled_tokens == len(scheduled))
         self.segment_before = {key: self.requests[key].num_output_tokens for key in self.segment_logprobs.several
                                if key in self.requests}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
