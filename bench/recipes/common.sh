@@ -24,6 +24,8 @@ TRAIN_TP=${TRAIN_TP:-1}
 TRAIN_PP=${TRAIN_PP:-1}
 ROLLOUT_TP=${ROLLOUT_TP:-1}
 SEGMENT_LENGTH=${SEGMENT_LENGTH:-1024}
+PROFILE=${PROFILE:-elastic}        # of the overlay, with verl 0.9; 0.7.0 has segments and the rule for loops
+FLASH_ATTN=${FLASH_ATTN:-True}     # False: PyTorch's attention and verl's fused log-probs, as on the measured machines
 
 TOKENS=$((MAX_PROMPT + MAX_RESPONSE))
 
@@ -99,9 +101,16 @@ else
     ARGS+=(
         actor_rollout_ref.actor.strategy=fsdp2
         critic.strategy=fsdp2
-        actor_rollout_ref.model.use_remove_padding=True
+        actor_rollout_ref.model.use_remove_padding=$FLASH_ATTN
         actor_rollout_ref.model.enable_gradient_checkpointing=True
     )
+    if [ "$FLASH_ATTN" = False ]; then
+        ARGS+=(
+            +actor_rollout_ref.model.override_config.attn_implementation=sdpa
+            actor_rollout_ref.model.use_fused_kernels=True
+            actor_rollout_ref.model.fused_kernel_options.impl_backend=torch
+        )
+    fi
 fi
 
 # Not run on an NPU: checked against the configuration of each release only.
@@ -119,8 +128,14 @@ fi
 LAUNCH=()
 if [ "$SEGMENT" = True ]; then
     LAUNCH=(esgrpo run --)
-    ARGS+=(
-        +actor_rollout_ref.rollout.segment.enable=True
-        +actor_rollout_ref.rollout.segment.segment_length=$SEGMENT_LENGTH
-    )
+    ARGS+=(+actor_rollout_ref.rollout.segment.segment_length=$SEGMENT_LENGTH)
+    if [ "$VERL" = 0.7.0 ]; then
+        ARGS+=(
+            +actor_rollout_ref.rollout.segment.enable=True
+            +actor_rollout_ref.rollout.segment.prune.repetition.enable=True
+            +actor_rollout_ref.rollout.segment.prune.repetition.keep_row=True
+        )
+    else
+        ARGS+=(+actor_rollout_ref.rollout.segment.profile=$PROFILE)
+    fi
 fi

@@ -13,6 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 STALENESS=${STALENESS:-0.2}          # share of a round that may be generated ahead
 SYNC_STEPS=${SYNC_STEPS:-4}          # optimiser steps between two weight syncs
 ROLLOUT_PROMPTS=${ROLLOUT_PROMPTS:-51200}
+CONCURRENT=${CONCURRENT:-}           # prompts that a replica generates at the same time; empty: verl's own 16 (0.9.1)
 
 MODULE=verl.experimental.fully_async_policy.fully_async_main
 CONFIG=fully_async_ppo_trainer
@@ -35,5 +36,6 @@ if [ "$VERL" = 0.7.0 ]; then
 else
     ARGS+=(trainer.test_freq=$TEST_FREQ)
 fi
+[ -z "$CONCURRENT" ] || ARGS+=(async_training.concurrent_samples_per_replica=$CONCURRENT)
 
 exec "${LAUNCH[@]}" python3 -m $MODULE --config-path=config --config-name=$CONFIG "${ARGS[@]}" "$@"

@@ -92,7 +92,8 @@ def test_recipes_pass_on_their_release(version, recipe, backend, device):
     assert [str(f) for f in result.findings if f.severity != "note"] == []
     (launch,) = Script(script, variables).launches
     texts = [a.text for a in launch.arguments]
-    segment = "+actor_rollout_ref.rollout.segment.enable=True" in texts
+    switch = "enable=True" if version == "0.7.0" else "profile=elastic"
+    segment = f"+actor_rollout_ref.rollout.segment.{switch}" in texts
     assert segment == (version.startswith("0.9") or (version == "0.7.0" and recipe == "fully_async"))
 
 
