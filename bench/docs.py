@@ -1,35 +1,51 @@
-"""Fills what is generated: the tables of the READMEs, patches/README.md, tox environments in setup.cfg.
+"""Fills what is generated: tables of the READMEs and of docs/, patches/README.md, tox environments in setup.cfg.
 
 usage: python -m bench.docs [--table runs/quickstart/table.json] [--check]
+
+A page holds its blocks between <!-- NAME --> and <!-- /NAME -->; BLOCKS says what each of them is filled with.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from esgrpo import compat
+from bench import gains
+from bench.gains import CHINESE, ENGLISH
+from esgrpo import cli, compat
 from esgrpo.config import Segment
 from esgrpo.tools import patchset
 from esgrpo.tools.doctor import checks, logs
+from esgrpo.tools.explain.report import load as metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-READMES = (ROOT / "README.md", ROOT / "README_zh.md")
+DOCS = ROOT / "docs"
+SETTINGS_ZH = Path(__file__).with_name("settings_zh.toml")
 SETUP = ROOT / "setup.cfg"
 PATCHES = ROOT / "patches" / "README.md"
 SIGN_LENGTH = 100  # characters of a log line in the table of errors
 
 
-def config_rows(cls=Segment, prefix: str = "") -> list[list[str]]:
-    """key, default, allowed, meaning: one row per leaf of the config group."""
-    rows = []
+CONFIG_HEAD = {ENGLISH: ["key", "default", "allowed", "meaning"], CHINESE: ["键", "默认值", "可取的值", "含义"]}
+METRIC_HEAD = {ENGLISH: ["metric", "meaning", "formula", "healthy", "what to change"],
+               CHINESE: ["指标", "含义", "公式", "正常值", "不正常时改什么"]}
+
+
+def config_rows(language: str, cls=Segment, prefix: str = "") -> list[list[str]]:
+    """key, default, allowed, meaning: one row per leaf of the config group. Raises KeyError without a translation."""
+    rows, chinese = [], compat.toml(SETTINGS_ZH)
     for field in dataclasses.fields(cls):
+        name = f"{prefix}{field.name}"
         if field.default_factory is not dataclasses.MISSING:
-            rows += config_rows(field.default_factory, f"{prefix}{field.name}.")
+            rows += config_rows(language, field.default_factory, f"{name}.")
             continue
         spec = field.metadata
         if field.type == "bool":
@@ -37,13 +53,38 @@ def config_rows(cls=Segment, prefix: str = "") -> list[list[str]]:
         elif "options" in spec:
             allowed = ", ".join(spec["options"])
         elif "text" in spec:
-            allowed = "text"
+            allowed = "text" if language == ENGLISH else "文本"
         else:
             low, high = ("−∞" if spec["low"] is None else spec["low"]), ("∞" if spec["high"] is None else spec["high"])
             allowed = f"{low} … {high}"
         default = "" if field.default == "" else f"`{field.default}`"
-        rows.append([f"`{prefix}{field.name}`", default, allowed, spec["doc"]])
+        rows.append([f"`{name}`", default, allowed, chinese[name] if language == CHINESE else spec["doc"]])
     return rows
+
+
+def metric_rows(language: str) -> list[list[str]]:
+    """One row per entry of explain's metrics; a text that has no translation stays English."""
+    rows = []
+    for name, entry in metrics().items():
+        releases = f" ({', '.join(entry['verl'])})" if "verl" in entry else ""
+        texts = [entry.get(f"{key}_zh", entry.get(key, "")) if language == CHINESE else entry.get(key, "")
+                 for key in ("means", "formula", "healthy", "change")]
+        rows.append([f"`{name}`{releases}", *(text.replace("|", "\\|") for text in texts)])
+    return rows
+
+
+def examples() -> str:
+    """What doctor says of a log, and explain of a metric."""
+    excerpt = next(one.excerpt for one in logs.signatures() if one.slug == "keyword-repeated")
+    lines = []
+    with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
+        print(excerpt, file=log, flush=True)
+        for command in (["doctor", "--log", log.name], ["explain", "count/staleness_samples"]):
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                cli.main(command)
+            lines += [f"$ esgrpo {' '.join(command)}".replace(log.name, "train.log"), output.getvalue().rstrip()]
+    return "\n".join(["```text", *lines, "```"])
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -60,7 +101,7 @@ def compatibility_rows() -> list[list[str]]:
 
 
 def stack_chapter() -> str:
-    """README_zh.md: which versions go together on Ascend, what of them was tested, and the order of installation."""
+    """docs/ascend_zh.md: which versions go together, what of them was tested, and the order of installation."""
     documented = checks.stacks()
     names = [name for name in compat.UPSTREAMS if any(name in stack["versions"] for stack in documented)]
     table = [["组合", *names, "本项目测过（都不在 NPU 上）"]]
@@ -75,15 +116,17 @@ def stack_chapter() -> str:
     return f"{markdown(table)}\n\n{orders}"
 
 
-def error_rows() -> list[list[str]]:
-    """README_zh.md: what a log says, why and what to do, what cures it; one row a signature."""
+def error_rows(language: str) -> list[list[str]]:
+    """What a log says, why and what to do, what cures it; one row a signature."""
     rows = []
     for signature in logs.signatures():
         line, hit = next((line, hit) for line in signature.excerpt.splitlines() for pattern in signature.patterns
                          if (hit := pattern.search(line)))
         said = line[line.rfind(" ", 0, hit.start() + 1) + 1:].strip().replace("|", "\\|")
         said = said if len(said) <= SIGN_LENGTH else said[:SIGN_LENGTH].rstrip() + "…"
-        rows.append([f"`{said.replace('`', chr(39))}`", signature.zh, "；".join(signature.cured_by)])
+        why = [signature.zh] if language == CHINESE else [signature.cause, signature.fix]
+        rows.append([f"`{said.replace('`', chr(39))}`", *(text.replace("|", "\\|") for text in why),
+                     ("；" if language == CHINESE else "; ").join(signature.cured_by)])
     return rows
 
 
@@ -114,38 +157,56 @@ def fill(text: str, name: str, content: str) -> str:
     return pattern.sub(lambda _: block, text, count=1)
 
 
+def _in_both(page: str, name: str, make: Callable[[str], list[list[str]]]) -> dict[tuple[Path, str], Callable]:
+    """A table of a page and of its Chinese twin."""
+    return {(ROOT / page.format(end), name): lambda language=language: markdown(make(language))
+            for language, end in ((ENGLISH, ""), (CHINESE, "_zh"))}
+
+
+# (page, block) -> what fills it
+BLOCKS: dict[tuple[Path, str], Callable[[], str]] = {
+    **_in_both("README{}.md", "gains-table", gains.table),
+    **_in_both("README{}.md", "modules-table", gains.module_table),
+    **{(ROOT / f"README{end}.md", "examples"): examples for end in ("", "_zh")},
+    **_in_both("docs/reference{}.md", "config-table",
+               lambda language: [CONFIG_HEAD[language], *config_rows(language)]),
+    **_in_both("docs/reference{}.md", "metrics-table",
+               lambda language: [METRIC_HEAD[language], *metric_rows(language)]),
+    **_in_both("docs/compatibility{}.md", "compat-table",
+               lambda _: [["level", "versions", "date", "`bash ci/matrix.sh`"], *compatibility_rows()]),
+    (DOCS / "ascend_zh.md", "ascend-stacks"): stack_chapter,
+    (DOCS / "ascend_zh.md", "ascend-errors"):
+        lambda: markdown([["日志里的话", "原因与处理", "由谁治"], *error_rows(CHINESE)]),
+    (DOCS / "errors.md", "errors-table"):
+        lambda: markdown([["the log says", "cause", "fix", "cured by"], *error_rows(ENGLISH)]),
+}
+QUICKSTART = tuple(DOCS / f"results{end}.md" for end in ("", "_zh"))  # have the table of a quickstart run
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", type=Path, help="table.json of a quickstart run")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when the table is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when something is stale")
     options = parser.parse_args(argv)
-    stale = False
-    setup = SETUP.read_text(encoding="utf-8")
-    generated = tox_environments(setup)
-    stale |= generated != setup
-    index = patch_index()
-    stale |= index != (PATCHES.read_text(encoding="utf-8") if PATCHES.exists() else "")
-    if not options.check:
-        SETUP.write_text(generated, encoding="utf-8")
-        PATCHES.write_text(index, encoding="utf-8")
-    for path in READMES:
-        old = text = path.read_text(encoding="utf-8")
-        text = fill(text, "config-table", markdown([["key", "default", "allowed", "meaning"], *config_rows()]))
-        text = fill(text, "compat-table", markdown([["level", "versions", "date", "`bash ci/matrix.sh`"],
-                                                    *compatibility_rows()]))
-        text = fill(text, "ascend-stacks", stack_chapter())
-        text = fill(text, "ascend-errors", markdown([["日志里的话", "原因与处理", "由谁治"], *error_rows()]))
-        if options.table:
-            run = json.loads(options.table.read_text())
-            notes = "\n".join(f"- {note}" for note in run["notes"])
-            text = fill(text, "quickstart-table", f"{markdown(run['table'])}\n\n{notes}")
-        stale |= text != old
-        if not options.check:
-            path.write_text(text, encoding="utf-8")
+    blocks = dict(BLOCKS)
+    if options.table:
+        run = json.loads(options.table.read_text())
+        notes = "\n".join(f"- {note}" for note in run["notes"])
+        blocks |= {(page, "quickstart-table"): lambda: f"{markdown(run['table'])}\n\n{notes}" for page in QUICKSTART}
+    before = {page: page.read_text(encoding="utf-8") if page.exists() else ""
+              for page in (SETUP, PATCHES, *dict.fromkeys(page for page, _ in blocks))}
+    after = {**before, SETUP: tox_environments(before[SETUP]), PATCHES: patch_index()}
+    for (page, name), make in blocks.items():
+        after[page] = fill(after[page], name, make())
+    stale = [page for page, text in after.items() if text != before[page]]
     if options.check and stale:
-        print("esgrpo: README, setup.cfg or patches/README.md is stale | wanted what the config fields, compat.toml "
-              "and the patch headers say | CI stops | run python -m bench.docs", file=sys.stderr)
-    return int(options.check and stale)
+        print(f"esgrpo: {', '.join(str(page.relative_to(ROOT)) for page in stale)}: stale | wanted what the config "
+              "fields, compat.toml, the patch headers, the records and the known errors say | CI stops | "
+              "run python -m bench.docs", file=sys.stderr)
+    elif not options.check:
+        for page in stale:
+            page.write_text(after[page], encoding="utf-8")
+    return int(options.check and bool(stale))
 
 
 if __name__ == "__main__":

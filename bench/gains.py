@@ -169,7 +169,7 @@ def table(language: str, up: str = "") -> list[list[str]]:
 
 def draw(path: Path) -> None:
     """Requests in the engine over time, and effective tokens/s of each pair, as PNG."""
-    from esgrpo.report import plots
+    from esgrpo.tools.report import plots
 
     pairs = training_pairs()
     names, shades = ("plain verl", "overlay"), (plots.GREY, plots.OUR_COLOURS[0])

@@ -83,8 +83,7 @@ class Audit:
     exempt_prob: float = _number(0.1, 0.0, 1.0, "a candidate for pruning runs to its end with this probability",
                                  open_low=True)
     max_fraction: float = _number(0.5, 0.0, 1.0, "share of a group's members that may be pruned")
-    window: int = _number(500, 10, None, "exempted candidates that the false-prune rate is computed from, "
-                          "per rule and agent-loop worker")
+    window: int = _number(500, 10, None, "exempted candidates that the false-prune rate is computed from, per rule")
     min_candidates: int = _number(50, 1, None, "exempted candidates before a rule may prune; "
                                   "more where the bound could not be met by fewer")
     max_false_rate: float = _number(0.05, 0.0, 1.0, "the rule tightens when the bound on its false-prune rate is above")
