@@ -198,11 +198,12 @@ def test_without_patches_it_says_where_they_are(tree, tmp_path, capsys, monkeypa
         assert code == 2 and "no patch set in" in out and "checkout of this project" in out
 
 
-def test_the_readme_has_every_exit_code(root):
+def test_the_page_of_releases_has_every_exit_code(root):
     codes = (apply.USAGE, apply.UNKNOWN, apply.MODIFIED, apply.NOT_APPLICABLE, apply.MISMATCH)
-    for name, first, mark in (("README.md", "Exit codes: 0 ", "; "), ("README_zh.md", "退出码：0 ", "；")):
-        text = (root / name).read_text(encoding="utf-8").replace("\n", " ").partition(first)[2]
-        assert text and all(re.search(f"{mark} ?{code} ", text) for code in codes), name
+    for end, first, mark in (("", "Exit codes: 0 ", "; "), ("_zh", "退出码：0 ", "；")):
+        page = (root / "docs" / f"compatibility{end}.md").read_text(encoding="utf-8")
+        text = page.replace("\n", " ").partition(first)[2]
+        assert text and all(re.search(f"{mark} ?{code} ", text) for code in codes), end
 
 
 def test_damaged_patch_changes_nothing(tree, patches, tmp_path, capsys, monkeypatch):
