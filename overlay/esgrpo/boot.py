@@ -10,6 +10,7 @@ if os.environ.get("ESGRPO_PREFIX", sys.prefix) == sys.prefix:
 
         engine.boot(cannot_act=guard.check_import)
     except Exception as error:  # any program can be started in this environment, and it must go on
-        said = "".join(c if c.isprintable() else " " for c in " ".join(str(error).split()))
-        print(f"esgrpo: boot: {type(error).__name__}: {said} | wanted a loadable overlay | "
-              "hooks are not installed here | install wrapt and packaging, or unset ESGRPO_ENABLE", file=sys.stderr)
+        from esgrpo.errors import say
+
+        say(f"esgrpo: boot: {type(error).__name__}: {' '.join(str(error).split())} | wanted a loadable overlay | "
+            "hooks are not installed here | install wrapt and packaging, or unset ESGRPO_ENABLE")

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, say, show
 from esgrpo.tools import language
 
 OVERLAY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -116,7 +116,7 @@ def _static_states() -> list[dict]:
 def _print_table(rows: list[list[str]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for row in rows:
-        print("  ".join([cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + [row[-1]]).rstrip())
+        show("  ".join([cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + [row[-1]]).rstrip())
 
 
 def _run_states(directory: str) -> list[dict]:
@@ -161,11 +161,11 @@ def status(arguments) -> int:
         _print_table([["PROCESS", "HOST", "PID", "HOOK", "STATE", "REASON"]]
                      + [[r["process"], r["host"], str(r["pid"]), h["slug"], h["state"], h["detail"]]
                         for r in reports for h in r["hooks"]])
-        print()
+        show()
         if modules:
             _print_table([["MODULE", "SWITCH", "DECISIONS", "REASON"], *decided.cells(modules)])
         else:
-            print("what modules decided: not recorded")
+            show("what modules decided: not recorded")
     return 1 if any(engine.not_in_place(r["hooks"]) for r in reports) else 0
 
 
@@ -195,7 +195,7 @@ def doctor(arguments) -> int:
 
     if arguments.log is not None:
         answer = logs.read_file(arguments.log)
-        print(json.dumps(logs.as_dict(answer), indent=2) if arguments.json else logs.render(answer))
+        show(json.dumps(logs.as_dict(answer), indent=2) if arguments.json else logs.render(answer))
         return logs.EXIT_CODES[answer.state]
     findings = checks.check(environment.collect(environment.this_host()), _states_of_everything)
     if arguments.json:
@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe is caught
         return code
     except EsgrpoError as error:
-        print(error, file=sys.stderr)
+        say(error)
         return 2
     except BrokenPipeError:  # `esgrpo status | head`: the interpreter flushes once more when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

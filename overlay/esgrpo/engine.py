@@ -20,7 +20,7 @@ from importlib import metadata
 
 from esgrpo import __version__, fingerprint, recorded
 from esgrpo.algo.terms import Feature, Process
-from esgrpo.errors import HookError, plain
+from esgrpo.errors import HookError, plain, say
 
 MARKER = "__esgrpo__"
 UPSTREAM_OF = {"recipe": "verl"}  # the recipes of verl <= 0.7.0 are a package beside verl in its repository
@@ -301,7 +301,7 @@ def _activate(record: Record) -> None:
     except Exception as error:
         record.state, record.detail = State.FAILED, f"{type(error).__name__}: {error}"
     if record.state not in FINE:
-        print(boot_line([record]), file=sys.stderr, flush=True)
+        say(boot_line([record]))
         if _cannot_act is not None:
             _cannot_act(record)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 # of terminals (ECMA-48): control sequences, strings such as a window's title, and two-character ones
 _ESCAPE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*"
@@ -12,6 +13,16 @@ _ESCAPE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[\]PX^_]|[\x90\x9
 def plain(text: str) -> str:
     """One line without terminal escapes and other characters that do not print: foreign text is only shown."""
     return "".join(c if c.isprintable() else " " for c in _ESCAPE.sub("", text))
+
+
+def say(line: object) -> None:
+    """The one way of a line of ours to standard error: an error, or words that may quote foreign text."""
+    print(plain(str(line)), file=sys.stderr, flush=True)
+
+
+def show(text: object = "") -> None:
+    """The one way of text of ours to standard output, any number of lines."""
+    print("\n".join(map(plain, str(text).split("\n"))), flush=True)
 
 
 class EsgrpoError(RuntimeError):

@@ -12,7 +12,7 @@ import sys
 
 from esgrpo import config as settings
 from esgrpo import engine
-from esgrpo.errors import ConfigError, HookError
+from esgrpo.errors import ConfigError, HookError, say
 
 STARTS = ("driver-start", "partial-driver-start")  # the second one is that of verl 0.7.0
 # what hooks may need in a run of this kind of main
@@ -30,7 +30,7 @@ def say_once(line: str) -> None:
     """Once per process."""
     if line not in _said:
         _said.add(line)
-        print(line, file=sys.stderr, flush=True)
+        say(line)
 
 
 def segment_of(arguments) -> dict:

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -24,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from esgrpo.algo import rows as kinds
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, say
 
 ENV_RUN_DIR, ENV_RUN_ID, ENV_RESTART = "ESGRPO_RUN_DIR", "ESGRPO_RUN_ID", "ESGRPO_RESTART"
 FOLDER, RUN_FILE = "esgrpo", "run.json"
@@ -95,9 +94,9 @@ class Writer:
             first, self._said = not self._said, True
         if first:
             with contextlib.suppress(Exception):
-                print(EsgrpoError("records", reason, "a run directory that can be written to",
-                                  "rows are dropped and counted (esgrpo/records/dropped), training goes on",
-                                  f"make room, or set {ENV_RUN_DIR} to another place"), file=sys.stderr, flush=True)
+                say(EsgrpoError("records", reason, "a run directory that can be written to",
+                                "rows are dropped and counted (esgrpo/records/dropped), training goes on",
+                                f"make room, or set {ENV_RUN_DIR} to another place"))
 
     def _running(self) -> bool:
         if self._thread is None:

@@ -11,9 +11,10 @@ import asyncio
 import hmac
 import json
 import secrets
-import sys
 
 import torch
+
+from esgrpo.errors import say
 
 TOKEN_BYTES = 32
 
@@ -85,8 +86,8 @@ def register(base) -> None:
             while not last:
                 token, *frames = await asyncio.to_thread(self.pull.recv_multipart)
                 if not hmac.compare_digest(token, self.token.encode()):
-                    print(f"esgrpo: cpu-checkpoint-engine: {self.address} got a message that is not from this run's "
-                          "trainer; it is dropped", file=sys.stderr, flush=True)
+                    say(f"esgrpo: cpu-checkpoint-engine: {self.address} got a message that is not from this run's "
+                        "trainer; it is dropped")
                     continue
                 header, *frames = frames
                 header = json.loads(header)

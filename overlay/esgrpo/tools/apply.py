@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, say, show
 from esgrpo.tools import patchset
 from esgrpo.tools.patchset import NO_FILE, PatchError, Survey
 
@@ -37,7 +37,7 @@ def git_apply(patch: Path, path: str, directory: Path, reverse: bool) -> None:
     """Apply one patch to one staged file with `git apply`: exact context, no fuzz, no three-way merge."""
     command = ["git", "apply", "--whitespace=nowarn", f"--include={path}", *(["--reverse"] if reverse else []),
                str(patch)]
-    print("+ " + shlex.join(command), flush=True)
+    show("+ " + shlex.join(command))
     # the staging directory may lie in somebody's repository: git must not look for it
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(directory.parent), "GIT_CONFIG_NOSYSTEM": "1",
                    "GIT_CONFIG_GLOBAL": os.devnull}
@@ -186,22 +186,22 @@ def change(found: Survey, tree: Path, slugs: list[str], *, reverse: bool, check:
 
 
 def _print_status(found: Survey) -> None:
-    print(f"{found.patches.name}: {found.series_state}")
+    show(f"{found.patches.name}: {found.series_state}")
     width = max(map(len, found.patches.slugs))
     for slug in found.patches.slugs:
-        print(f"  {slug:<{width}}  {found.state(slug)}")
+        show(f"  {slug:<{width}}  {found.state(slug)}")
     for path, blob in found.edited.items():
-        print(f"  {path}: {'CRLF line ends' if blob == 'CRLF' else 'edited, blob ' + blob}")
+        show(f"  {path}: {'CRLF line ends' if blob == 'CRLF' else 'edited, blob ' + blob}")
     for path in found.missing:
-        print(f"  {path}: missing")
+        show(f"  {path}: missing")
 
 
 def _print_list(sets) -> None:
     for patches in sets:
-        print(f"{patches.name} ({patches.facts.get('commit', 'no commit')})")
+        show(f"{patches.name} ({patches.facts.get('commit', 'no commit')})")
         for patch in patches.patches:
             hook = patch.header["Hook"]
-            print(f"  {patch.slug}: {patch.header['Why']}" + ("" if hook == "none" else f" [hook {hook}]"))
+            show(f"  {patch.slug}: {patch.header['Why']}" + ("" if hook == "none" else f" [hook {hook}]"))
 
 
 def _tree(options) -> Path:
@@ -261,20 +261,20 @@ def act(options) -> None:
     if options.status:
         return _print_status(found)
     slugs = _chosen(found, options.only)
-    print(f"esgrpo: {found.patches.name} at {tree}: {found.series_state}", flush=True)
+    show(f"esgrpo: {found.patches.name} at {tree}: {found.series_state}")
     changed = change(found, tree, slugs, reverse=options.reverse, check=options.check)
     if options.check:
-        print(f"esgrpo: applies: {changed} files would change; next: {COMMAND} {shlex.quote(str(tree))}")
+        show(f"esgrpo: applies: {changed} files would change; next: {COMMAND} {shlex.quote(str(tree))}")
         return None
     state = patchset.survey(found.patches, tree).series_state
     done = "taken out" if options.reverse else "applied"
     what = f"{len(slugs)} patches {done}, {changed} files changed" if changed else f"nothing to do, all {done} before"
-    print(f"esgrpo: {what}; the tree is {state}")
+    show(f"esgrpo: {what}; the tree is {state}")
     hooks = [p.slug for p in found.patches.patches if p.slug in slugs and p.header["Hook"] != "none"]
     if hooks and not options.reverse:
-        print(f"esgrpo: the overlay cures {', '.join(hooks)} at run time too; it sees the patch and reports NOT_NEEDED")
+        show(f"esgrpo: the overlay cures {', '.join(hooks)} at run time too; it sees the patch and reports NOT_NEEDED")
     if not options.reverse:
-        print("esgrpo: next: start the run with `esgrpo run -- ...`; `esgrpo status` shows each hook in this tree")
+        show("esgrpo: next: start the run with `esgrpo run -- ...`; `esgrpo status` shows each hook in this tree")
     return None
 
 
@@ -282,8 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)  # exits with 2 on wrong usage
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if shutil.which("git") is None:
-        print("esgrpo: apply.sh: git is missing | wanted git on PATH | nothing was changed | install git",
-              file=sys.stderr)
+        say("esgrpo: apply.sh: git is missing | wanted git on PATH | nothing was changed | install git")
         return USAGE
     try:
         act(options)
@@ -293,14 +292,14 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except PatchError as error:
-        print(error, file=sys.stderr)
+        say(error)
         return error.code
     except EsgrpoError as error:
-        print(error, file=sys.stderr)
+        say(error)
         return USAGE
     except KeyboardInterrupt:
-        print("esgrpo: apply.sh: interrupted | every file is old or new, none is half | run again to finish, or "
-              "--reverse", file=sys.stderr)
+        say("esgrpo: apply.sh: interrupted | every file is old or new, none is half | run again to finish, or "
+            "--reverse")
         return 130
 
 

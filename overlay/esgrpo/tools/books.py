@@ -7,7 +7,7 @@ import os
 
 from esgrpo import records
 from esgrpo.algo import books
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, show
 
 
 def of_directory(run_dir: str) -> tuple[list[books.Books], int]:
@@ -53,6 +53,6 @@ def main(run_dir: str, as_json: bool) -> int:
         print(json.dumps({"runs": [as_dict(found) for found in runs], "torn_rows": torn}, indent=2))
     else:
         for found in runs:
-            print("\n".join(lines(found)))
-        print(f"rows cut short where a process was killed: {torn}")
+            show("\n".join(lines(found)))
+        show(f"rows cut short where a process was killed: {torn}")
     return 0 if all(found.balanced for found in runs) else 1

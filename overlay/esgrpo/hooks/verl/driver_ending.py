@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from esgrpo.engine import Hook
+from esgrpo.errors import EsgrpoError, RunError, Terminated, say
 
 HOOK = Hook(
     slug="driver-ending-in-one-line",
@@ -51,7 +52,6 @@ def build(original):
 def said(error, config) -> tuple[object, int]:
     """The line and the exit code for what came out of verl's run_ppo."""
     from esgrpo.algo import endings
-    from esgrpo.errors import EsgrpoError, RunError, Terminated
     from esgrpo.hooks.verl import reports, resume_point, stop_request
 
     line = ours(error, EsgrpoError)
@@ -84,13 +84,12 @@ def leave(line, code: int, error=None):
     import sys
     import traceback
 
-    from esgrpo.errors import EsgrpoError
 
     if error is not None and ours(error, EsgrpoError) is None:
         traceback.print_exception(error)
     _close_ray()
     sys.stdout.flush()
-    print(line, file=sys.stderr, flush=True)
+    say(line)
     sys.exit(code)
 
 

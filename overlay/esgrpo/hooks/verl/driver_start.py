@@ -10,6 +10,7 @@ import sys
 import sysconfig
 
 from esgrpo.engine import Hook
+from esgrpo.errors import ConfigError, EsgrpoError, HookError, say
 
 HOOK = Hook(
     slug="driver-start",
@@ -29,7 +30,6 @@ V1_HANDSHAKE = "v1-handshake"
 def build(original):
     @functools.wraps(original)
     def auto_set_device(config):
-        from esgrpo.errors import EsgrpoError
         from esgrpo.hooks.verl.driver_start import prepare
 
         result = original(config)
@@ -52,7 +52,7 @@ def prepare(config) -> None:
     raw = rollout.get("segment")
     segment = settings.parse(_plain(raw), config.data.max_response_length)
     for line in (*settings.idle(segment), *_unwritable_history(segment)):
-        print(f"esgrpo: {line}", file=sys.stderr, flush=True)
+        say(f"esgrpo: {line}")
     loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     features = settings.features(segment, loss_mode)
     v1 = is_v1(config)
@@ -80,7 +80,7 @@ def prepare(config) -> None:
                                  "strict mode stops here", f"ESGRPO_DISABLE={row['slug']} or ESGRPO_STRICT=0 goes on")
         if engine.strict():
             raise error
-        print(error, file=sys.stderr, flush=True)
+        say(error)
     states = {row["state"] for row in rows if row["slug"] in ((V1_HANDSHAKE,) if v1 else HANDSHAKES)}
     state = ", ".join(sorted(states))
     if features and not states & {engine.State.APPLIED.value, engine.State.DISABLED.value} and engine.strict():
@@ -89,8 +89,8 @@ def prepare(config) -> None:
                                "python -m verl.trainer.main_ppo with trainer.use_v1=True",
                                "nothing would confirm the hooks of the workers, the run does not start",
                                "use that main, drop segment.* and the loss, or set ESGRPO_STRICT=0")
-    print(engine.boot_line() + f"; features: {', '.join(sorted(features)) or 'none'}; "
-          + compat.verdict(compat.installed(), compat.load()), file=sys.stderr, flush=True)
+    say(engine.boot_line() + f"; features: {', '.join(sorted(features)) or 'none'}; "
+        + compat.verdict(compat.installed(), compat.load()))
 
 
 def _plain(raw):
@@ -99,7 +99,6 @@ def _plain(raw):
     from omegaconf.errors import OmegaConfBaseException
 
     from esgrpo import config as settings
-    from esgrpo.errors import ConfigError
 
     try:
         return OmegaConf.to_container(raw, resolve=True) if OmegaConf.is_config(raw) else raw
@@ -165,7 +164,6 @@ def _adjust(config, segment, features):
     from omegaconf import OmegaConf
 
     from esgrpo import engine
-    from esgrpo.errors import EsgrpoError
     from esgrpo.hooks.verl.config_rules import Plan, check_model_path, fill
 
     check_model_path(config.actor_rollout_ref.model.path)
@@ -184,7 +182,7 @@ def _adjust(config, segment, features):
     for key, value in wanted.settings.items():
         OmegaConf.update(config, key, value, force_add=True)
     for line in wanted.lines:
-        print(f"esgrpo: {line}", file=sys.stderr, flush=True)
+        say(f"esgrpo: {line}")
     return wanted.segment
 
 
@@ -194,7 +192,6 @@ def _reach_every_worker(config) -> None:
 
     from esgrpo import config as settings
     from esgrpo import records
-    from esgrpo.errors import HookError
 
     given = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     overlay = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from esgrpo.engine import Hook
+from esgrpo.errors import RunError, say
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
 
@@ -86,17 +87,14 @@ def words(key, index) -> str:
 
 def note(bound, version, failures, found) -> None:
     """Count, record and say new failures. Raises EsgrpoError above the bound. `found`: group -> (prompt, draw)."""
-    import sys
-
     from esgrpo import config, records
     from esgrpo.algo.rows import Failed
-    from esgrpo.errors import RunError
 
     for failure in bound.observe(version, failures):
         prompt, draw = found[failure.group]
         records.write(Failed(group=failure.group, prompt=prompt, draw=draw, reason=failure.error))
-        print(f"esgrpo: failed prompt: {failure.prompt}: {failure.error}; {len(bound.failed)} of {bound.allowed} that "
-              "one weight version may have", file=sys.stderr, flush=True)
+        say(f"esgrpo: failed prompt: {failure.prompt}: {failure.error}; {len(bound.failed)} of {bound.allowed} that "
+            "one weight version may have")
     if bound.too_many:
         raise RunError("failed prompts", str(bound), f"at most {bound.allowed} of the "
                        f"{config.facts()['prompts_per_version']} prompts of a weight version "

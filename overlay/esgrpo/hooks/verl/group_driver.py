@@ -21,6 +21,7 @@ from esgrpo import config, records
 from esgrpo.algo import rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
+from esgrpo.errors import EsgrpoError, say
 from esgrpo.hooks.verl import decision_counts, owned
 from esgrpo.hooks.verl.server_calls import answers
 from esgrpo.hooks.verl.server_control import methods
@@ -114,14 +115,13 @@ class Driver:
             self._say(error, f"the group goes on without it ({type(action).__name__})")
 
     def _say(self, error: Exception, consequence: str) -> None:
-        from esgrpo.errors import EsgrpoError
 
         self.decisions["advice/failed"] += 1
         if not self._said:
             self._said = True
-            print(EsgrpoError("group-members", f"{type(error).__name__}: {error}",
-                              "an answer", f"{consequence}; counted, not said again",
-                              "see whether a replica is down or overloaded"), file=sys.stderr, flush=True)
+            say(EsgrpoError("group-members", f"{type(error).__name__}: {error}",
+                            "an answer", f"{consequence}; counted, not said again",
+                            "see whether a replica is down or overloaded"))
 
     async def _call(self, replicas, method: str, *args) -> list:
         """The answers of these replicas, each within the deadline."""
@@ -192,7 +192,6 @@ def join(driver: Driver, group: str, size: int, **facts) -> Seat:
 
 @contextlib.contextmanager
 def collisions_in_one_line(group: str):
-    from esgrpo.errors import EsgrpoError
 
     try:
         yield

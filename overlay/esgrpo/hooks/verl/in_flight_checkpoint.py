@@ -6,6 +6,7 @@ import functools
 import os
 
 from esgrpo.engine import Hook
+from esgrpo.errors import EsgrpoError, say
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
 
@@ -48,11 +49,8 @@ def build(original):
 
 def save(rollouter, folder: str) -> None:
     """A failed write costs the prompts in flight, not the checkpoint; a restart will say so, too."""
-    import sys
-
     import torch
 
-    from esgrpo.errors import EsgrpoError
     from esgrpo.hooks.verl.in_flight import ledger_of
 
     ledger, path = ledger_of(rollouter), os.path.join(folder, FILE)
@@ -61,9 +59,8 @@ def save(rollouter, folder: str) -> None:
         torch.save({"format": FORMAT, "drawn": ledger.drawn, "prompts": entries}, path + ".new")
         os.replace(path + ".new", path)
     except (OSError, RuntimeError) as error:  # torch says RuntimeError when a disk is full
-        print(EsgrpoError("prompts in flight", f"{path}: {error}", "written with the checkpoint", f"{len(entries)} "
-                          "prompts would not be trained after a restart from it", "make room"), file=sys.stderr,
-              flush=True)
+        say(EsgrpoError("prompts in flight", f"{path}: {error}", "written with the checkpoint", f"{len(entries)} "
+                        "prompts would not be trained after a restart from it", "make room"))
 
 
 def load(folder: str):

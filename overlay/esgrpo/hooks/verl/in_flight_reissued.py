@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from esgrpo.engine import Hook
+from esgrpo.errors import say
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
 
@@ -67,7 +68,6 @@ def folder_of(trainer) -> str | None:
 def give_back(rollouter, folder: str, trained: int) -> None:
     """`trained`: prompts up to the checkpoint, by verl's count."""
     import os
-    import sys
 
     from esgrpo.algo.resuming import InFlight, reissued_words
     from esgrpo.hooks.verl import owned
@@ -82,8 +82,8 @@ def give_back(rollouter, folder: str, trained: int) -> None:
         state, reason = None, str(error)
     if state is None:
         owned.of(rollouter, owned.InFlightPrompts).ledger = InFlight(trained)
-        print(f"esgrpo: restart: {folder} does not say which prompts were in flight ({reason}): what the data loader "
-              "had given out and was not trained is not trained in this epoch", file=sys.stderr, flush=True)
+        say(f"esgrpo: restart: {folder} does not say which prompts were in flight ({reason}): what the data loader "
+            "had given out and was not trained is not trained in this epoch")
         return
     drawn, entries = state
     owned.of(rollouter, owned.InFlightPrompts).ledger = InFlight(drawn, entries)
@@ -93,4 +93,4 @@ def give_back(rollouter, folder: str, trained: int) -> None:
             "running": len(entries) * size - finished}
     if entries:
         owned.of(rollouter, owned.Restarted).lost = lost
-        print(f"esgrpo: {reissued_words(**lost)}", file=sys.stderr, flush=True)
+        say(f"esgrpo: {reissued_words(**lost)}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
 
 from esgrpo.engine import Hook
+from esgrpo.errors import say
 
 HOOK = Hook(
     slug="kept-requests",
@@ -41,18 +41,18 @@ def build(original):
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         reason = kept_requests.reason_to_abort(self, bool(arguments.get("reject_request")))
         if reason:
-            kept_requests.say(reason)
+            kept_requests.say_aborted(reason)
             return await original(self, *args, **kwargs)
         return await kept_requests.pause(self)
 
     return abort_all_requests
 
 
-def say(reason: str) -> None:
+def say_aborted(reason: str) -> None:
     """Once per process and reason."""
     if reason not in said:
         said.add(reason)
-        print(f"esgrpo: sync.requests=keep: requests are aborted instead: {reason}", file=sys.stderr, flush=True)
+        say(f"esgrpo: sync.requests=keep: requests are aborted instead: {reason}")
 
 
 def reason_to_abort(server, reject_request: bool = False) -> str | None:

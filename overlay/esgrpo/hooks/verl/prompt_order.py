@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import random
-import sys
 
+from esgrpo.errors import EsgrpoError, say
 from esgrpo.hooks.verl import owned
 
 STATE_KEY = "esgrpo"
@@ -55,16 +55,15 @@ class PromptOrder:
         return prompt_key(self.dataset[number]["raw_prompt"])
 
     def restore(self, state: dict) -> None:
-        from esgrpo.errors import EsgrpoError
 
         try:
             if STATE_KEY not in state:
                 raise ValueError("the checkpoint was written without the prompt sampler")
             self.prompts.restore(state[STATE_KEY])
         except (ValueError, KeyError, TypeError) as error:
-            print(EsgrpoError("prompt-sampler", f"{type(error).__name__}: {error}", "the state of a prompt sampler of "
-                              "the same data", "prompts are chosen anew, what is known of them is kept in the history",
-                              "nothing, if the data or the settings were changed on purpose"), file=sys.stderr)
+            say(EsgrpoError("prompt-sampler", f"{type(error).__name__}: {error}", "the state of a prompt sampler of "
+                            "the same data", "prompts are chosen anew, what is known of them is kept in the history",
+                            "nothing, if the data or the settings were changed on purpose"))
 
 
 class Takes:

@@ -7,11 +7,10 @@ cannot even import it, so a lost PYTHONPATH is an answer, too.
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 
 from esgrpo import engine
-from esgrpo.errors import HookError
+from esgrpo.errors import HookError, say
 
 ANSWER_TIMEOUT_S = 120.0
 REPORTERS = ("engine-core-utilities", "server-control", "partial-server-control")  # what an EngineCore reports through
@@ -93,7 +92,7 @@ def _ask(handles: dict[str, list]) -> list[dict]:
                             "runtime_env)")
             if engine.strict():
                 raise problem from None
-            print(problem, file=sys.stderr, flush=True)
+            say(problem)
             continue
         reports.extend(answer if isinstance(answer, list) else [answer])
     return reports
@@ -170,12 +169,12 @@ def _write(reports: list[dict]) -> None:
 def _check(reports: list[dict]) -> None:
     counts = Counter(row["state"] for report in reports for row in report["hooks"])
     summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-    print(f"esgrpo: handshake: {len(reports)} processes, {summary}", file=sys.stderr, flush=True)
+    say(f"esgrpo: handshake: {len(reports)} processes, {summary}")
     error = find_problem(reports)
     if error is not None and engine.strict():
         raise error
     if error is not None:
-        print(error, file=sys.stderr, flush=True)
+        say(error)
 
 
 def find_problem(reports: list[dict]) -> HookError | None:

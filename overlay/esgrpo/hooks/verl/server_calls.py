@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, say
 
 # Far beyond what a healthy server takes: a weight sync of a large model keeps its engine busy for a minute or two.
 ANSWER_DEADLINE_S = 300.0
@@ -33,7 +31,7 @@ async def answers_if_any(calls, what: str, consequence: str) -> list:
     try:
         return await answers(calls, what)
     except EsgrpoError:
-        say(what, consequence)
+        say_late(what, consequence)
         return []
 
 
@@ -44,12 +42,12 @@ def fetched_if_any(references: list, what: str, consequence: str) -> list:
     try:
         return ray.get(references, timeout=ANSWER_DEADLINE_S)
     except ray.exceptions.GetTimeoutError:
-        say(what, consequence)
+        say_late(what, consequence)
         return []
 
 
-def say(what: str, consequence: str) -> None:
+def say_late(what: str, consequence: str) -> None:
     """Once per process and kind of call."""
     if what not in said:
         said.add(what)
-        print(late(what, consequence), file=sys.stderr, flush=True)
+        say(late(what, consequence))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+
+from esgrpo.errors import EsgrpoError, say
 
 
 def restored(who: str, file: str | None, parse):
@@ -13,7 +14,6 @@ def restored(who: str, file: str | None, parse):
     The latter is set aside and said so. Raises EsgrpoError when the file is there and cannot be read or set aside: it
     would be overwritten.
     """
-    from esgrpo.errors import EsgrpoError
 
     if file is None or not os.path.exists(file):
         return None
@@ -26,14 +26,12 @@ def restored(who: str, file: str | None, parse):
         raise EsgrpoError(who, str(error), "a state file that can be read", "it would be lost, the run stops",
                           "correct its permissions, or move it away") from None
     kept = _set_aside(who, file)
-    print(EsgrpoError(who, reason, "a state that this version wrote under these settings", "it starts empty",
-                      f"the old file is kept as {kept}: use the esgrpo and the settings that wrote it, or delete it"),
-          file=sys.stderr, flush=True)
+    say(EsgrpoError(who, reason, "a state that this version wrote under these settings", "it starts empty",
+                    f"the old file is kept as {kept}: use the esgrpo and the settings that wrote it, or delete it"))
     return None
 
 
 def _set_aside(who: str, file: str) -> str:
-    from esgrpo.errors import EsgrpoError
 
     number = 1
     while os.path.exists(f"{file}.unreadable-{number}"):

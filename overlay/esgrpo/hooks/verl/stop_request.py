@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
+
+from esgrpo.errors import Terminated, say
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -37,7 +38,6 @@ def asked() -> bool:
 
 def saved(step: int, folder: str, save_freq: int):
     """What a trainer raises when it has saved, or could not."""
-    from esgrpo.errors import Terminated
 
     if save_freq <= 0:
         return not_saved(save_freq)
@@ -47,7 +47,6 @@ def saved(step: int, folder: str, save_freq: int):
 
 
 def not_saved(save_freq: int):
-    from esgrpo.errors import Terminated
 
     return Terminated("SIGTERM", "the driver was told to stop", "a checkpoint of the running step", f"none is saved: "
                       f"trainer.save_freq={save_freq} forbids it, the run stops", "nothing to resume from but what is "
@@ -108,8 +107,8 @@ class Stop:
     def _ask_and_wait(self, deadline: int) -> None:
         from esgrpo import config
 
-        print(f"esgrpo: SIGTERM: a checkpoint is saved when the running step has ended, in {deadline} s at most "
-              f"({config.PREFIX}.sigterm_deadline); a second SIGTERM stops at once", file=sys.stderr, flush=True)
+        say(f"esgrpo: SIGTERM: a checkpoint is saved when the running step has ended, in {deadline} s at most "
+            f"({config.PREFIX}.sigterm_deadline); a second SIGTERM stops at once")
         ask()
         if not self._over.wait(deadline):
             self.reason = f"the running step took more than {deadline} s ({config.PREFIX}.sigterm_deadline)"
@@ -117,7 +116,6 @@ class Stop:
 
     def unanswered(self):
         """The line for a SIGTERM after which nothing was saved."""
-        from esgrpo.errors import Terminated
         from esgrpo.hooks.verl import resume_point
 
         return Terminated("SIGTERM", self.reason, "a checkpoint of the running step", "none was saved, the run stops",

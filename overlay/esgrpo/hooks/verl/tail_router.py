@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 
 from esgrpo.engine import MARKER, Hook
+from esgrpo.errors import say
 
 HOOK = Hook(
     slug="tail-router",
@@ -86,8 +86,8 @@ def router_class(base):
             self._share = TailShare(settings.get("tail_share", 0), time.monotonic)
             self._load = ClassLoad(time.monotonic)
             if len(servers) == 1:
-                print("esgrpo: routing: there is one replica, so every request goes to it; a tail replica needs a "
-                      "second one", file=sys.stderr, flush=True)
+                say("esgrpo: routing: there is one replica, so every request goes to it; a tail replica needs a "
+                    "second one")
 
         def require_acquire_fields(self) -> list[str]:
             return ["sampling_params"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from esgrpo.engine import Hook
+from esgrpo.errors import EsgrpoError, say
 
 _TRAINER = "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer"
 
@@ -76,10 +77,6 @@ def wait(trainer) -> None:
 
 
 def say_silent(who: str) -> None:
-    import sys
 
-    from esgrpo.errors import EsgrpoError
-
-    print(EsgrpoError("trained prompts", f"{who} is silent for {ANSWER_TIMEOUT_S:.0f} s", "an answer",
-                      "a restart from the next checkpoint may train some prompts twice", f"see the log of {who}"),
-          file=sys.stderr, flush=True)
+    say(EsgrpoError("trained prompts", f"{who} is silent for {ANSWER_TIMEOUT_S:.0f} s", "an answer",
+                    "a restart from the next checkpoint may train some prompts twice", f"see the log of {who}"))

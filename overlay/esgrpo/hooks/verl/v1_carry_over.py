@@ -6,6 +6,7 @@ import functools
 import os
 
 from esgrpo.engine import Hook
+from esgrpo.errors import RunError, say
 
 HOOK = Hook(
     slug="v1-carry-over",
@@ -71,7 +72,6 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     from esgrpo import records
     from esgrpo.algo.carry_over import EMPTY, CarryOverError, Waiting
     from esgrpo.algo.rows import Carry, Evicted
-    from esgrpo.errors import RunError
     from esgrpo.hooks.verl.v1_failure import take_evicted
     from esgrpo.hooks.verl.v1_rows import final_keys, group_of, real_keys
 
@@ -95,7 +95,7 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
                        "rewards and staleness could not be trusted, the run stops",
                        "report it with esgrpo/carry-*.jsonl") from None
     odd = {kind: groups for kind, groups in {**pool.oddities, EMPTY: new}.items() if groups}
-    say(trainer, odd)
+    say_odd(trainer, odd)
     for group in new:
         records.write(Evicted(group=group, reason=EMPTY))
     partial = sum(size != trainer.config.actor_rollout_ref.rollout.n for size in sizes.values())
@@ -104,10 +104,8 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     return {f"esgrpo/carry/{name}": float(value) for name, value in {**vars(step), "partial": partial}.items()}
 
 
-def say(trainer, odd: dict[str, list[str]]) -> None:
+def say_odd(trainer, odd: dict[str, list[str]]) -> None:
     """One line the first time that a kind is seen; esgrpo/carry-*.jsonl names every group."""
-    import sys
-
     from esgrpo.algo.carry_over import IDS_SHOWN
     from esgrpo.hooks.verl import owned
 
@@ -116,9 +114,8 @@ def say(trainer, odd: dict[str, list[str]]) -> None:
         said.add(kind)
         groups = odd[kind]
         more = ", ..." if len(groups) > IDS_SHOWN else ""
-        print(f"esgrpo: carry-over: {len(groups)} prompt groups ({', '.join(groups[:IDS_SHOWN])}{more}) {MEANS[kind]}; "
-              f"the run goes on, esgrpo/carry/{kind} counts them and esgrpo/carry-*.jsonl names each", file=sys.stderr,
-              flush=True)
+        say(f"esgrpo: carry-over: {len(groups)} prompt groups ({', '.join(groups[:IDS_SHOWN])}{more}) {MEANS[kind]}; "
+            f"the run goes on, esgrpo/carry/{kind} counts them and esgrpo/carry-*.jsonl names each")
 
 
 def folder(trainer, step: int) -> str:

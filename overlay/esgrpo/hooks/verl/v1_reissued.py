@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from esgrpo.engine import Hook
+from esgrpo.errors import say
 
 HOOK = Hook(
     slug="v1-reissued-groups",
@@ -34,7 +35,7 @@ def build(original):
         lost = v1_reissued.unfinished(self, partition)
         result = original(self, *args, **kwargs)
         if lost["groups"]:
-            v1_reissued.say(lost)
+            v1_reissued.tell(lost)
             owned.of(self, owned.Restarted).lost = lost
         return result
 
@@ -71,12 +72,10 @@ def unfinished(trainer, partition: str) -> dict[str, int]:
             "running": len(groups) * trainer.config.actor_rollout_ref.rollout.n - len(ended)}
 
 
-def say(lost: dict[str, int]) -> None:
-    import sys
-
+def tell(lost: dict[str, int]) -> None:
     from esgrpo import records
     from esgrpo.algo.resuming import reissued_words
     from esgrpo.algo.rows import Restart
 
     records.write(Restart(**lost))
-    print(f"esgrpo: {reissued_words(**lost)}", file=sys.stderr, flush=True)
+    say(f"esgrpo: {reissued_words(**lost)}")

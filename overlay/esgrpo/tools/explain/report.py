@@ -9,7 +9,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, show
 
 FILE = Path(__file__).with_name("metrics.toml")
 PREFIX = "fully_async/"  # the trainer puts it in front of the rollouter's statistics
@@ -190,7 +190,7 @@ def main(arguments) -> int:
     """Exit code 0; 1 when values of a log contradict each other."""
     if arguments.log is None:
         entries = load()
-        print("\n\n".join(_entry(pattern, entries[pattern]) for pattern in chosen(arguments.metric)))
+        show("\n\n".join(_entry(pattern, entries[pattern]) for pattern in chosen(arguments.metric)))
         return 0
     try:
         text = sys.stdin.read() if arguments.log == "-" else Path(arguments.log).read_text(errors="replace")
@@ -198,5 +198,5 @@ def main(arguments) -> int:
         raise EsgrpoError("explain --log", f"{arguments.log}: {error.strerror}", "a log", "nothing was read",
                           "correct the path") from None
     lines = of_log(text, arguments.metric)
-    print("\n".join(lines))
+    show("\n".join(lines))
     return 1 if any(line.startswith("WRONG") for line in lines) else 0

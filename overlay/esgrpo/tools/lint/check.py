@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from esgrpo import recorded
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, say, show
 from esgrpo.tools.lint import rules
 from esgrpo.tools.lint.expansion import UNKNOWN
 from esgrpo.tools.lint.release import Release, find, is_legacy
@@ -313,8 +312,8 @@ def main(arguments) -> int:
         print(json.dumps([asdict(finding) for finding in result.findings], indent=2))
     else:
         for finding in result.findings:
-            print(f"{arguments.script}:{finding}")
-        print("; ".join(result.checked), file=sys.stderr)
+            show(f"{arguments.script}:{finding}")
+        say("; ".join(result.checked))
     counts = {severity: sum(f.severity == severity for f in result.findings) for severity in (ERROR, WARNING, NOTE)}
-    print(", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts.items()), file=sys.stderr)
+    say(", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts.items()))
     return 1 if counts[ERROR] else 0

@@ -18,7 +18,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from esgrpo import compat, engine
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, say
 from esgrpo.tools import upstreams
 
 HYDRA_MAIN = re.compile(r"@hydra\.main\(\s*config_path=[\"']([^\"']*)[\"'],\s*config_name=[\"']([^\"']*)[\"']")
@@ -146,7 +146,7 @@ def find(wanted: str | None, module: str) -> Release:
     if not wanted:
         pinned = {row.versions["verl"] for row in compat.load() if "verl" in row.versions}
         wanted = LEGACY_RELEASE if is_legacy(module) else max(pinned, key=lambda v: [int(p) for p in v.split(".")])
-    return Release(wanted, upstreams.sources("verl", wanted, say=lambda line: print(line, file=sys.stderr)))
+    return Release(wanted, upstreams.sources("verl", wanted, say=say))
 
 
 def is_legacy(module: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, show
 
 DEFAULT_NAME = "report.html"
 
@@ -30,7 +30,7 @@ def main(directory: str, out: str | None = None, trace: str | None = None) -> in
         from esgrpo.tools.report import trace as chrome
 
         count = chrome.write(root, Path(trace))
-        print(f"esgrpo: {count} trace events in {trace}; open it in https://ui.perfetto.dev or chrome://tracing")
+        show(f"esgrpo: {count} trace events in {trace}; open it in https://ui.perfetto.dev or chrome://tracing")
         return 0
     records = load.records(root)
     if not records:
@@ -43,6 +43,6 @@ def main(directory: str, out: str | None = None, trace: str | None = None) -> in
     page.write(content, path)
     unknown = [record.name for record in content.unknown]
     odd = f", unknown shape: {', '.join(unknown)}" if unknown else ""
-    print(f"esgrpo: {path} and {path.with_suffix('.md').name}: {len(records)} records, "
-          f"{len(content.missing)} kinds of evidence not run{odd}")
+    show(f"esgrpo: {path} and {path.with_suffix('.md').name}: {len(records)} records, "
+         f"{len(content.missing)} kinds of evidence not run{odd}")
     return 0
