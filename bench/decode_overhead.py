@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.scheduler_cost import bootstrap, environment, plain_class, timed_class, upstream_class
+from bench.common.scripted_scheduler import upstream_class
+from bench.common.swapped_classes import bootstrap, environment, plain_class, timed_class
 
 RESULT = Path(__file__).parent / "results" / "decode_overhead.json"
 VOCABULARY = 512

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from bench.startup import commit
+from bench.common.provenance import commit
 from esgrpo import config
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import Finished, GroupPruner

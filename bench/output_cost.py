@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.quickstart import TESTBED, cpu_model
-from bench.startup import commit
+from bench.common import TESTBED
+from bench.common.provenance import commit, cpu_model
 from esgrpo.tools.report.tables import spread
 
 RESULT = Path(__file__).parent / "results" / "output_cost.json"

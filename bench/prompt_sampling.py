@@ -28,7 +28,7 @@ from collections import Counter, deque
 from functools import partial
 from pathlib import Path
 
-from bench.startup import commit
+from bench.common.provenance import commit
 from esgrpo import config
 from esgrpo.algo.prompt_sampling import RECOVERY_SHARE, PromptSampler, has_gradient
 

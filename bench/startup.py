@@ -15,11 +15,12 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.common import ROOT
+from bench.common.provenance import commit, cpu_model
+
 RESAMPLES = 2000
 WARM_UP = 5  # starts that are thrown away: byte code is written and the page cache is filled
 SEED = 0
@@ -76,16 +77,7 @@ def run(pairs: int, measure=start, progress=sys.stderr) -> dict:
 
 
 def machine() -> dict:
-    model = platform.processor()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
-    return {"cpu": model, "cores": os.cpu_count(), "load": [round(x, 2) for x in os.getloadavg()]}
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    return {"cpu": cpu_model(), "cores": os.cpu_count(), "load": [round(x, 2) for x in os.getloadavg()]}
 
 
 def main(argv: list[str] | None = None) -> int:

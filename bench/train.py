@@ -19,8 +19,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import ablation, compare, stack
-from bench.quickstart import ROOT, TESTBED, common_overrides, say
+from bench.common import ROOT, TESTBED, compare, modules, stack, training
+from bench.common.console import say
 from bench.testbed import make_data
 from bench.testbed.task import SCALES, TASKS
 
@@ -50,7 +50,7 @@ class Setting:
 
 # large: with 0.5 twelve groups are in flight at most, and a version waits for the longest of them; with 2.0 it is
 # 24, plain verl's best of 1, 2 and 4 on H200s (bench/results/train_h200_staleness.json). 8 workers are verl's default
-SETTINGS = {"small": Setting(ablation.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 16, 1, 3e-4, 0.5),
+SETTINGS = {"small": Setting(modules.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 16, 1, 3e-4, 0.5),
             "large": Setting(1024, 128, 15, 32, 256, 8192, 4, 8, 1e-4, 2.0)}
 
 
@@ -63,7 +63,7 @@ def own_staleness(arm: str) -> tuple[str, str]:
 def overrides(options, seed: int, data: Path, run_dir: Path, arm: str) -> list[str]:
     """verl's command line of one run; of a key that comes twice the last one counts."""
     setting, (arm, staleness) = SETTINGS[options.scale], own_staleness(arm)
-    common = common_overrides(
+    common = stack.common_overrides(
         data, seed, model=options.model, test_every=setting.test_every,
         staleness=float(staleness) if staleness else setting.staleness,
         response_length=SCALES[options.scale].max_response_tokens, concurrent=setting.concurrent,
@@ -73,7 +73,7 @@ def overrides(options, seed: int, data: Path, run_dir: Path, arm: str) -> list[s
             f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={setting.micro_batch}",
             f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={setting.micro_batch}",
             f"actor_rollout_ref.rollout.agent.num_workers={setting.workers}", f"reward.num_workers={setting.workers}",
-            *ablation.arms(setting.segment)[arm]]
+            *modules.arms(setting.segment)[arm]]
 
 
 def prepare(options, seeds: list[int]) -> dict[int, Path]:
@@ -100,7 +100,7 @@ def prepare(options, seeds: list[int]) -> dict[int, Path]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.train", description=__doc__.partition("\n")[0])
     parser.add_argument("--arms", default="plain,overlay",
-                        help=f"also: {', '.join(ablation.ARMS)}; each also with '{OWN_STALENESS}NUMBER' behind it")
+                        help=f"also: {', '.join(modules.ARMS)}; each also with '{OWN_STALENESS}NUMBER' behind it")
     parser.add_argument("--seeds", default="1,2")
     parser.add_argument("--budget", type=float, default=240.0, help="wall seconds per run after start-up")
     parser.add_argument("--scale", choices=SCALES, default="large")
@@ -119,8 +119,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.cores, options.jobs, options.replicas = os.cpu_count(), 1, 1  # what bench.ablation also records
     for arm in options.arms.split(","):
         name, staleness = own_staleness(arm)
-        if name not in ablation.ARMS:
-            parser.error(f"unknown arm {arm!r}; known: {', '.join([*NAMES, *ablation.ARMS])}")
+        if name not in modules.ARMS:
+            parser.error(f"unknown arm {arm!r}; known: {', '.join([*NAMES, *modules.ARMS])}")
         if OWN_STALENESS in arm and not re.fullmatch(r"\d+(\.\d+)?", staleness):
             parser.error(f"arm {arm!r}: staleness is a number from 0 on, as in 'plain{OWN_STALENESS}4'")
     return options
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
             for name in names[number % len(names):] + names[:number % len(names)]:
                 run_dir = options.out / f"{options.scale}-{options.task}-{seed}-{re.sub('[ =]', '-', name)}"
                 try:
-                    found[name][seed], curves[name][seed] = ablation.run_one(
+                    found[name][seed], curves[name][seed] = training.run_one(
                         f"{name} seed {seed}", overrides(options, seed, data[seed], run_dir, name), run_dir,
                         options.budget, options.target)
                 except RuntimeError as error:  # the others still count; the exit code tells
@@ -147,8 +147,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted; every process of the run has been ended; the same command goes on from here")
         return 130
-    arms = ablation.arms(SETTINGS[options.scale].segment)
-    return ablation.report(found, curves, failed, options, {name: arms[own_staleness(name)[0]] for name in names})
+    arms = modules.arms(SETTINGS[options.scale].segment)
+    return training.report(found, curves, failed, options, {name: arms[own_staleness(name)[0]] for name in names})
 
 
 if __name__ == "__main__":

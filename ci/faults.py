@@ -23,7 +23,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from bench import arm, stack
+from bench.common import arm, stack
 from bench.testbed import make_data
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from bench import workload
+from bench.common import workload
 from bench.engine import options as common
 from bench.engine import tau
 from bench.engine.driver import Course, Driver, OutOfTime

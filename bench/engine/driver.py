@@ -14,12 +14,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bench.common.ledger import Ledger
+from bench.common.workload import Group, Sample
 from bench.engine.fleet import Fleet
 from bench.engine.measures import Bubble, prompt_of, reconcile, record
 from bench.policies import ASYNC, KEEP, Abort, Continue, EndStep, Limits, Policy, Prune, Restart, Submit, Tell, Yield
 from bench.sim.device import ABORT_WAIT_S
-from bench.sim.ledger import Ledger
-from bench.workload import Group, Sample
 from esgrpo.algo.terms import Outcome
 from esgrpo.errors import EsgrpoError
 

@@ -31,8 +31,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from bench.common.workload import Group, Sample
 from bench.policies.pool import Pool
-from bench.workload import Group, Sample
 from esgrpo.algo import decisions
 
 OVERSUBSCRIBED = 2.0  # requests of begun groups per place: stragglers of a group must not keep places empty

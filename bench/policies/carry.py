@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from bench.common.workload import Sample
 from bench.policies import SYNC, Abort, Action, EndStep, Load, Policy, Restart, Yield
 from bench.policies.order import Verl
-from bench.workload import Sample
 
 
 class ColocateAsync(Verl):

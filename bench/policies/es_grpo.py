@@ -17,8 +17,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from bench.common.workload import Group, Sample
 from bench.policies import ABORT, ASYNC, KEEP, SYNC, Action, Continue, EndStep, Load, Policy, Prune, Tell, Yield
-from bench.workload import Group, Sample
 from esgrpo import config
 from esgrpo.algo import decisions, rollout
 from esgrpo.algo.audit import Audit

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 
+from bench.common.workload import Sample
 from bench.policies import ASYNC, Action, Load, Policy
-from bench.workload import Sample
 
 
 class Verl(Policy):

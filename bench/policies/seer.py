@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 
+from bench.common.workload import Group, Sample
 from bench.policies import Action, Continue, Load, Policy, Yield
-from bench.workload import Group, Sample
 
 PROBE, REST = 0, 1
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from bench.common.workload import Group, Sample
 from bench.policies import SYNC, Abort, Action, EndStep, Load, Policy, Restart, Submit
 from bench.policies.pool import Pool
-from bench.workload import Group, Sample
 
 
 class Sieving(Policy):

@@ -10,10 +10,10 @@ import dataclasses
 import gc
 import json
 
+from bench.common.workload import PRESETS, replay
 from bench.policies import ASYNC, SYNC, baseline, policies
 from bench.sim.device import DEFAULT, Device
 from bench.sim.experiment import Setting, describe, policy_for, run
-from bench.workload import PRESETS, replay
 
 
 def parser() -> argparse.ArgumentParser:

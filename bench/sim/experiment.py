@@ -8,11 +8,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from bench import policies, workload
+from bench import policies
+from bench.common import workload
+from bench.common.workload import Group
 from bench.policies import ASYNC, SYNC, Limits
 from bench.sim.device import Device
 from bench.sim.simulation import Course, Simulation
-from bench.workload import Group
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio
 
 DIGITS = 9  # significant digits of reported numbers: what is behind them is rounding

@@ -16,8 +16,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+from bench.common.workload import Sample
 from bench.sim.device import ABORT_WAIT_S, BLOCK, Device
-from bench.workload import Sample
 from esgrpo.algo.accounting import Occupancy
 
 NEVER = math.inf

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bench.common.ledger import Ledger
+from bench.common.workload import Group, Sample
 from bench.policies import (
     ASYNC,
     KEEP,
@@ -22,9 +24,7 @@ from bench.policies import (
     Yield,
 )
 from bench.sim.device import BLOCK, Device
-from bench.sim.ledger import Ledger
 from bench.sim.replica import NEVER, Replica, Run
-from bench.workload import Group, Sample
 
 RESUMED, TRAINED = -1, -2  # events that are no replica's
 UNBOUNDED = 1 << 60

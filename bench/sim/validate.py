@@ -16,10 +16,10 @@ import statistics
 import sys
 from pathlib import Path
 
+from bench.common.provenance import commit
+from bench.common.workload import PRESETS, replay
 from bench.sim.device import LEAST_MS, Device, read_tau
 from bench.sim.experiment import Setting, run
-from bench.startup import commit
-from bench.workload import PRESETS, replay
 
 CLOSE = 0.10  # of the measured makespan: what the project asks for
 SAME = ("replicas", "groups", "members", "cap", "updates", "scenario", "seed", "scale", "train_s", "staleness")

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
-from bench.startup import commit
+from bench.common.provenance import commit
 from bench.testbed.sampler import sample
 from bench.testbed.statistics import LOOP_PATTERN, MODEL
 from bench.testbed.task import SMALL, TASKS, generate, score

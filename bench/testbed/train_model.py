@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> None:
     size = replace(SIZES[args.scale], **{name: value for name, value in given.items() if value is not None})
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # builds a plan for every new length, see bench.stack
+    torch.backends.cuda.enable_cudnn_sdp(False)  # builds a plan for every new length, see bench.common.stack
     tokenizer = build_tokenizer(args.out)
     model = build_model(tokenizer, size, SCALES[args.scale]).to(args.device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)

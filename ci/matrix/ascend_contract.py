@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import torch
 
-from bench.scripted_scheduler import upstream_class
+from bench.common.scripted_scheduler import upstream_class
 from ci.matrix import vllm_environment
 from ci.matrix.scheduler_cases import CASES
 from ci.matrix.scheduler_contract import (

@@ -12,7 +12,7 @@ import functools
 import json
 import sys
 
-from bench.scripted_scheduler import make_config, upstream_class
+from bench.common.scripted_scheduler import make_config, upstream_class
 from ci.matrix import vllm_environment
 from ci.matrix.scheduler_cases import CASES, Unsupported
 from ci.matrix.scheduler_player import BLOCKS, Player, expect

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from bench.scripted_scheduler import block_hasher, drafted_output, make_request, make_scheduler, model_output
+from bench.common.scripted_scheduler import block_hasher, drafted_output, make_request, make_scheduler, model_output
 
 EOS = 7
 LOOP = 100  # the token of a request that repeats itself; others make LOOP + i as their i-th token

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from bench.quickstart import TESTBED  # noqa: E402
+from bench.common import TESTBED  # noqa: E402
 from ci.tests.contract import patch_tree  # noqa: E402
 from esgrpo.hooks.verl import token_outputs  # noqa: E402
 from esgrpo.hooks.vllm import first_and_last_output  # noqa: E402

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import arm
+from bench.common import arm
 from ci.tests.e2e.test_fully_async import (
     GROUP_SIZE,
     NEVER_WAIT,

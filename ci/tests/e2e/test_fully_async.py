@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import arm, stack
+from bench.common import arm, stack
 from bench.testbed import make_data
 from esgrpo.records import read
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import arm
+from bench.common import arm
 from ci.tests.e2e.test_fully_async import ROOT, SEGMENT, overrides
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import arm, stack
+from bench.common import arm, stack
 from bench.testbed import make_data
 from ci.tests.e2e.test_fully_async import EXACT_KL, ROOT, SEGMENT, SHORT_LOOPS, metrics_of, stragglers
 from esgrpo.records import read

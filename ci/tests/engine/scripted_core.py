@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from bench.scripted_scheduler import make_config, make_scheduler, model_output, upstream_class
+from bench.common.scripted_scheduler import make_config, make_scheduler, model_output, upstream_class
 from esgrpo.hooks.vllm import engine_core
 
 BLOCK = 16  # tokens

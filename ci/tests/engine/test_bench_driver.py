@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from bench import workload
+from bench.common import workload
 from bench.engine.driver import Course, Driver, OutOfTime
 from bench.policies import ABORT, ASYNC, DECISIONS, KEEP, SYNC, Continue, Limits, Prune, Yield, policies, policy
 from bench.policies.order import Verl

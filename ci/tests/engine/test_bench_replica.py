@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from bench import workload  # noqa: E402
+from bench.common import workload  # noqa: E402
 from bench.engine import tau  # noqa: E402
 from bench.engine.driver import Course, Driver  # noqa: E402
 from bench.policies import ASYNC, SYNC, Limits, policies  # noqa: E402

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from bench.scripted_scheduler import make_config, upstream_class  # noqa: E402
+from bench.common.scripted_scheduler import make_config, upstream_class  # noqa: E402
 from ci.matrix.scheduler_cases import CASES, Unsupported  # noqa: E402
 from ci.matrix.scheduler_player import BLOCKS, Player  # noqa: E402
 

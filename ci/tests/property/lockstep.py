@@ -17,12 +17,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.common.workload import Group
 from bench.engine import driver as engine_driver
 from bench.policies import Limits
 from bench.policies.es_grpo import EsGrpo
 from bench.sim.device import Device
 from bench.sim.simulation import Course, Simulation
-from bench.workload import Group
 from ci.tests.engine.fake_fleet import FakeFleet, FakeReplica
 from ci.tests.property.rollout_fakes import ResumingClient, TokenOutput
 from esgrpo import config
@@ -48,7 +48,7 @@ LONGEST_RUN = 10_000  # steps
 
 @dataclass(frozen=True)
 class Script:
-    """`groups` as bench.workload makes them, `past` are visits before; an update takes `per_update` whole groups."""
+    """`groups` of bench.common.workload, `past` are visits before; an update takes `per_update` whole groups."""
 
     groups: list[Group]
     members: int

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.common.workload import generate
 from bench.policies import ABORT, KEEP, SYNC, Limits, policy
 from bench.policies.carry import ColocateAsync
 from bench.policies.es_grpo import EsGrpo, Pruning
 from bench.sim.device import ABORT_WAIT_S, Device
 from bench.sim.simulation import Course, Simulation
-from bench.workload import generate
 from esgrpo.algo.carry_over import CarryOverError
 
 CAP, PROMPTS = 64, 400

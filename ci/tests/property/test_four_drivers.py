@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import workload
+from bench.common import workload
+from bench.common.workload import Group, Sample
 from bench.policies.es_grpo import EsGrpo
-from bench.workload import Group, Sample
 from ci.tests.property.lockstep import (
     Script,
     normalised,
@@ -131,7 +131,7 @@ def test_both_releases_of_verl_yield_at_the_same_boundaries(script, length):
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_workload_is_decided_the_same_in_simulator_engine_benchmark_and_hooks(seed, keeps):
-    """bench.workload's prompts, first visits remembered, as the simulator and bench.engine play them."""
+    """bench.common.workload's prompts, first visits remembered, as the simulator and bench.engine play them."""
     members, count = 8, 8
     visits = workload.generate("math", 2 * count, members, CAP, seed, prompts=count, scale=0.02)
     past = visits[:count]

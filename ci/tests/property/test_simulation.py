@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.common.ledger import Ledger
+from bench.common.workload import Sample, generate
 from bench.policies import ASYNC, SYNC, Limits, Submit, policies, policy
 from bench.policies.es_grpo import EsGrpo, Pruning
 from bench.policies.order import Verl
 from bench.policies.pool import Pool
 from bench.sim.device import Device
 from bench.sim.experiment import Setting, run, summary
-from bench.sim.ledger import Ledger
 from bench.sim.replica import NEVER, Replica, Run
 from bench.sim.simulation import Course, Simulation, Stuck
-from bench.workload import Sample, generate
 from esgrpo.algo.routing import CLASSES, choose_replica
 
 CAP = 64

@@ -7,13 +7,14 @@ import os
 import pytest
 
 from bench import ablation
+from bench.common import modules, training
 from esgrpo import config
 
 
 def settings_of(arm):
     values = {}
-    for override in ablation.ARMS[arm]:
-        path, _, value = override.removeprefix(ablation.SEGMENT + ".").partition("=")
+    for override in modules.ARMS[arm]:
+        path, _, value = override.removeprefix(modules.SEGMENT + ".").partition("=")
         *groups, key = path.split(".")
         place = values
         for group in groups:
@@ -22,7 +23,7 @@ def settings_of(arm):
     return config.parse(values, 512)
 
 
-@pytest.mark.parametrize("arm", ablation.ARMS)
+@pytest.mark.parametrize("arm", modules.ARMS)
 def test_every_arm_composes(arm):
     settings = settings_of(arm)
     decides = arm not in ("off", "token outputs")
@@ -31,7 +32,7 @@ def test_every_arm_composes(arm):
 
 def test_each_module_is_one_switch_away_from_the_arm_before():
     base = config.features(settings_of("B soft"), "vanilla")
-    own = {arm: config.features(settings_of(arm), "vanilla") - base for arm in ablation.ARMS}
+    own = {arm: config.features(settings_of(arm), "vanilla") - base for arm in modules.ARMS}
     assert own["A routing"] == {"history", "routing"} and own["D elastic"] == {"history", "elastic"}
     assert own["C pruning"] == {"history", "prune", "weighted"} and own["C sampler"] == {"history", "sampler"}
     assert own["keep"] == {"keep"} and own["B yield"] == {"yield"}
@@ -42,10 +43,10 @@ def test_each_module_is_one_switch_away_from_the_arm_before():
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_replicas_reach_the_command(replicas, tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(ablation, "prepare_data", lambda *_: None)
-    monkeypatch.setattr(ablation.compare, "load", lambda _run_dir, _target: argparse.Namespace(curves={}))
-    monkeypatch.setattr(ablation, "measures", lambda *_: {"effective tokens/s": 1.0, "decoded tokens/s": 1.0})
-    monkeypatch.setattr(ablation.arm, "run", lambda _name, overrides, run_dir, *_args, **_kwargs: started.append(
+    monkeypatch.setattr(training, "prepare_data", lambda *_: None)
+    monkeypatch.setattr(training.compare, "load", lambda _run_dir, _target: argparse.Namespace(curves={}))
+    monkeypatch.setattr(training, "measures", lambda *_: {"effective tokens/s": 1.0, "decoded tokens/s": 1.0})
+    monkeypatch.setattr(training.arm, "run", lambda _name, overrides, run_dir, *_args, **_kwargs: started.append(
         (overrides, run_dir.name)))
     assert ablation.main(["--arms", "off", "--seeds", "1", "--replicas", str(replicas), "--out", str(tmp_path)]) == 0
     ((overrides, name),) = started
@@ -54,16 +55,16 @@ def test_replicas_reach_the_command(replicas, tmp_path, monkeypatch):
 
 
 def test_a_number_says_how_many_seeds_it_rests_on():
-    assert ablation.spread([3.0, 1.0, 2.0]) == "2 [1, 3]"
-    assert ablation.spread([3.0, None, 2.0]) == "2.5 [2, 3] (2 of 3)"
-    assert ablation.spread([None, None]) == "-"
+    assert training.spread([3.0, 1.0, 2.0]) == "2 [1, 3]"
+    assert training.spread([3.0, None, 2.0]) == "2.5 [2, 3] (2 of 3)"
+    assert training.spread([None, None]) == "-"
 
 
 def test_ratios_are_taken_within_a_seed():
     def measured(value):
         return {"effective tokens/s": value, "decoded tokens/s": value}
 
-    rows = ablation.table({"off": {1: measured(10.0), 2: measured(100.0)},
+    rows = training.table({"off": {1: measured(10.0), 2: measured(100.0)},
                            "all": {1: measured(20.0), 2: measured(300.0)}})
     assert rows[0] == ["", "off", "all"]
     assert ["effective tokens/s, ratio to off", "1 [1, 1]", "2.5 [2, 3]"] in rows
@@ -74,24 +75,24 @@ def test_ratios_are_taken_within_a_seed():
     ({"return_code": 1, "stopped_at_budget": False}, False), ({"return_code": 0, "overrides": ["other"]}, False)])
 def test_only_a_run_that_ended_well_is_not_run_again(tmp_path, record, done):
     path = tmp_path / "arm.json"
-    assert not ablation.is_done(path, ["a"])
+    assert not training.is_done(path, ["a"])
     path.write_text(json.dumps({"overrides": ["a"], "stopped_at_budget": False, **record}))
-    assert ablation.is_done(path, ["a"]) is done
+    assert training.is_done(path, ["a"]) is done
 
 
 def test_runs_side_by_side_have_cores_of_their_own_and_each_runs_once(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\necho "$4 $6 $(taskset -pc $$ | sed "s/.*: //")" >> {tmp_path}/seen\nsleep 0.2\n')
     python.chmod(0o755)
-    monkeypatch.setattr(ablation.sys, "executable", str(python))
-    monkeypatch.setattr(ablation, "POLL_S", 0.05)
+    monkeypatch.setattr(training.sys, "executable", str(python))
+    monkeypatch.setattr(training, "POLL_S", 0.05)
     before = os.sched_getaffinity(0)
     cores = sorted(before)[:2]
     options = argparse.Namespace(jobs=2, cores=1, task="search", budget=1.0, prompts=8, out=tmp_path, replicas=1,
                                  target=0.6)
     try:
         os.sched_setaffinity(0, cores)
-        ablation.run_side_by_side([("off", 1), ("all", 1), ("off", 2)], options)
+        training.run_side_by_side([("off", 1), ("all", 1), ("off", 2)], options, ablation.own_command)
         assert os.sched_getaffinity(0) == set(cores)  # the next ones have the same cores
     finally:
         os.sched_setaffinity(0, before)

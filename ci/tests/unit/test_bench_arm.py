@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bench import arm
+from bench.common import arm
 
 BUSY_S = 0.3
 PROGRAM = f"import time\nwhile time.process_time() < {BUSY_S}: pass\nprint(1, flush=True)\ntime.sleep(60)"

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import compare
+from bench.common import compare
 
 TARGET = 0.6
 

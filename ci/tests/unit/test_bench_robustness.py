@@ -7,10 +7,11 @@ import os
 
 import pytest
 
-from bench import ablation, robustness, stack
+from bench import robustness
+from bench.common import modules, stack, training
 from esgrpo.tools.report import load, tables, training_figures
 
-SEGMENT = ablation.SEGMENT.lstrip("+")
+SEGMENT = modules.SEGMENT.lstrip("+")
 LOSS, BYPASS = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.rollout_correction.bypass_mode"
 
 
@@ -91,7 +92,7 @@ def test_some_settings_only_need_no_second_model(tmp_path):
 
 
 def write_run(run_dir, overrides, rewards, code=0):
-    """What bench/arm.py leaves of a run that took len(rewards) - 1 steps; the last gradient of a crash is no number."""
+    """What an arm leaves of a run that took len(rewards) - 1 steps; the last gradient of a crash is no number."""
     (run_dir / "esgrpo").mkdir(parents=True)
     (run_dir / "esgrpo" / "hooks.json").write_text("[]")
     rows = [{"val-core/testbed/acc/mean@1": rewards[0]}] + [
@@ -109,8 +110,8 @@ def write_run(run_dir, overrides, rewards, code=0):
 @pytest.fixture
 def finished(tmp_path, monkeypatch):
     """Runs `plain` and `overlay` of the mode sync: the latter crashed at its second step under seed 2."""
-    monkeypatch.setattr(robustness.ablation, "prepare_data", lambda *_: None)
-    monkeypatch.setattr(robustness.ablation, "run_side_by_side", lambda *_: pytest.fail("a finished run is run again"))
+    monkeypatch.setattr(training, "prepare_data", lambda *_: None)
+    monkeypatch.setattr(training, "run_side_by_side", lambda *_: pytest.fail("a finished run is run again"))
     options = parsed(tmp_path, "modes", "--steps", "4")
     for seed in (1, 2):
         for arm, rewards in (("plain", [0.4, 0.5, 0.6, 0.7, 0.8]), ("overlay", [0.4, 0.6, 0.7, 0.8, 0.9])):
@@ -162,8 +163,8 @@ def test_the_report_sets_the_arms_side_by_side(finished, tmp_path):
 
 def test_a_run_that_never_began_is_tried_twice_and_named(tmp_path, monkeypatch):
     tried = []
-    monkeypatch.setattr(robustness.ablation, "prepare_data", lambda *_: None)
-    monkeypatch.setattr(robustness.ablation, "run_side_by_side", lambda waiting, *_: tried.append(list(waiting)))
+    monkeypatch.setattr(training, "prepare_data", lambda *_: None)
+    monkeypatch.setattr(training, "run_side_by_side", lambda waiting, *_: tried.append(list(waiting)))
     results = tmp_path / "robustness.json"
     assert robustness.main(["--study", "losses", "--arms", "pois", "--seeds", "1", "--cores", "1", "--out",
                             str(tmp_path), "--results", str(results)]) == 1
@@ -180,8 +181,8 @@ def test_what_is_there_can_be_collected_without_a_start(finished, tmp_path):
 
 def test_a_child_makes_one_run(tmp_path, monkeypatch):
     commands, started = [], []
-    monkeypatch.setattr(robustness.ablation, "prepare_data", lambda *_: None)
-    monkeypatch.setattr(robustness.ablation, "run_side_by_side", lambda waiting, options, command: commands.extend(
+    monkeypatch.setattr(training, "prepare_data", lambda *_: None)
+    monkeypatch.setattr(training, "run_side_by_side", lambda waiting, options, command: commands.extend(
         command(*key, options) for key in waiting))
     monkeypatch.setattr(robustness.arm, "run", lambda label, _lines, _run_dir, _overlay, **more: started.append(
         (label, more["main"])))

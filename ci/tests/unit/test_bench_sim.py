@@ -6,13 +6,13 @@ import statistics
 
 import pytest
 
-from bench import workload
+from bench.common import workload
+from bench.common.workload import generate, replay
 from bench.policies import policies, policy
 from bench.sim import study, validate
 from bench.sim.__main__ import main
 from bench.sim.device import DEFAULT, Device, read_tau
 from bench.sim.validate import SAME
-from bench.workload import generate, replay
 
 TOY = ["--replicas", "2", "--groups", "4", "--members", "4", "--cap", "128", "--scale", "0.02", "--updates", "2",
        "--sequences", "8"]

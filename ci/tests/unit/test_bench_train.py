@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench import ablation, train
+from bench import train
+from bench.common import modules
 
 
 def told(arguments, arm, tmp_path) -> dict[str, str]:
@@ -17,7 +18,7 @@ def told(arguments, arm, tmp_path) -> dict[str, str]:
 
 def test_arms_differ_in_nothing_but_the_overlay(tmp_path):
     plain, overlay = (told((), arm, tmp_path) for arm in ("plain", "overlay"))
-    segment = ablation.SEGMENT.lstrip("+")
+    segment = modules.SEGMENT.lstrip("+")
     differing = {key for key in plain.keys() | overlay.keys() if plain.get(key) != overlay.get(key)}
     assert differing and all(key.startswith(segment) for key in differing)
     assert plain[f"{segment}.observe"] == "True" and overlay[f"{segment}.profile"] == "elastic"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import compare
+from bench.common import compare
 from ci.tests.property.rollout_fakes import new_driver, seat_of
 from esgrpo import cli, config, records
 from esgrpo.algo import decisions, rollout

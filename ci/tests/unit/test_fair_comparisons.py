@@ -6,12 +6,12 @@ import json
 
 import pytest
 
+from bench.common.ledger import Ledger
+from bench.common.workload import Sample
 from bench.policies import ASYNC, DECISIONS, SYNC, policy
 from bench.sim.__main__ import main
 from bench.sim.device import Device
 from bench.sim.experiment import Setting, run
-from bench.sim.ledger import Ledger
-from bench.workload import Sample
 from ci.tests.property.test_simulation import Reckless, simulate
 
 SMALL = Setting(replicas=2, groups=8, members=4, cap=256, scale=0.1, updates=6, sequences=16)

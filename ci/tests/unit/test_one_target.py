@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from bench import ablation, compare, quickstart, robustness, train
+from bench import ablation, quickstart, robustness, train
+from bench.common import compare, training
 from ci.tests.unit.test_bench_robustness import write_run
 from esgrpo.tools.report import load, sections, tables
 
@@ -27,8 +28,8 @@ def test_an_arm_that_begins_low_has_no_easier_target(tmp_path):
 @pytest.mark.parametrize("module", [ablation, train])
 def test_the_target_is_the_tasks_or_what_is_told(module, tmp_path, capsys, monkeypatch):
     told = {}
-    monkeypatch.setattr(ablation, "run_one", lambda *args, **_: told.setdefault("target", args[4]) and ({}, {}))
-    monkeypatch.setattr(ablation, "prepare_data", lambda *_: None)
+    monkeypatch.setattr(training, "run_one", lambda *args, **_: told.setdefault("target", args[4]) and ({}, {}))
+    monkeypatch.setattr(training, "prepare_data", lambda *_: None)
     monkeypatch.setattr(train, "prepare", lambda _options, seeds: dict.fromkeys(seeds, tmp_path))
     arm = "off" if module is ablation else "plain"
     results = tmp_path / "results.json"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import ablation
+from bench.common import modules, training
 from esgrpo import cli
 from esgrpo.tools.report import headline, load, page, policy_tables, sections, tables
 from esgrpo.tools.report.chinese import in_chinese
@@ -38,7 +38,7 @@ def ablation_record(directory, scale=2.0, seeds=(1, 2, 3)):
     options = SimpleNamespace(task="search", seeds=",".join(map(str, seeds)), budget=60.0, prompts=2048,
                               cores=2, jobs=1, replicas=1, target=0.6,
                               results=directory / "ablation_search.json")
-    ablation.report(found, curves, [], options)
+    training.report(found, curves, [], options)
 
 
 def engine_record(directory, runs):
@@ -70,7 +70,7 @@ def test_what_the_sampler_selects_is_said_beside_effective_tokens(tmp_path):
     record, = load.records(tmp_path)
     record.data["measures"]["all without sampler"] = {
         seed: {key: 1.5 * value for key, value in MEASURES.items()} for seed in ("1", "2", "3")}
-    record.data["arms"] = ablation.ARMS
+    record.data["arms"] = modules.ARMS
     rows = {row[0]: row for row in claims([record])}
     assert rows["training: effective tokens/s; prompts chosen by the sampler"][3] == "2 [2, 2]"
     assert rows["training: effective tokens/s; sampler off"][3] == "1.5 [1.5, 1.5]"
@@ -79,7 +79,7 @@ def test_what_the_sampler_selects_is_said_beside_effective_tokens(tmp_path):
     assert head[1] == "prompts" and {row[0]: row[1] for row in arms} == {
         "off": "as they come", "all": "sampler", "C pruning": "as they come", "keep": "as they come",
         "all without sampler": "as they come"}
-    record.data["arms"] = {**ablation.ARMS, "all": ablation.ARMS["keep"]}
+    record.data["arms"] = {**modules.ARMS, "all": modules.ARMS["keep"]}
     names = [row[0] for row in claims([record])]
     assert "training: effective tokens/s" in names and not [name for name in names if ";" in name]
     assert tables.ablation(record)[0].rows[0][1] == "seeds"

@@ -143,7 +143,7 @@ def training_reward(rows: list[dict], start: float) -> list[tuple[float, float]]
 
 
 def _arm(run_dir: Path) -> dict:
-    path = run_dir / "arm.json"  # written by bench/arm.py; another launcher writes none
+    path = run_dir / "arm.json"  # written by bench/common/arm.py; another launcher writes none
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
@@ -161,7 +161,7 @@ def condense(run_dir: Path) -> dict:
     overrides = arm.get("overrides", [])
     hooks = run_dir / "esgrpo" / "hooks.json"
     return {
-        "command": f"arm {arm['name']!r} of bench/arm.py, {len(overrides)} overrides in its arm.json" if arm else "",
+        "command": f"arm {arm['name']!r} of a benchmark, {len(overrides)} overrides in its arm.json" if arm else "",
         "seeds": [o.partition("=")[2] for o in overrides if o.startswith("data.seed=")],
         "torn": sum(read_counted(str(run_dir), kind)[1] for kind in KINDS),
         "hooks": json.loads(hooks.read_text(encoding="utf-8")) if hooks.exists() else [],

@@ -77,7 +77,7 @@ def _numbers(numbers: dict, curves: dict | None, target: float | None) -> dict:
 
 
 def _row(row: list[str], head: list[str], curves: dict, found: dict) -> list[str]:
-    """`time to target` of a comparison of single runs, as bench.compare says it."""
+    """`time to target` of a comparison of single runs, as bench.common.compare says it."""
     cells = []
     for name in head[1:]:
         target = found.get(name)

@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import stack
+from bench.common import stack
 
 # of fully-async training, and of the v1 trainers, which say no sooner that all of their replicas are there
 READY = ("All components initialized successfully", "Initial validation metrics")

@@ -12,7 +12,6 @@ first `members` samples of a group do not depend on how many spare ones are made
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -158,19 +157,3 @@ def statistics(groups: list[Group]) -> dict[str, float]:
             "at_longest": sum(length == longest for length in lengths) / len(lengths),
             "correct": sum(map(sum, correct)) / len(lengths),
             "one_mind": sum(len(set(group)) == 1 for group in correct) / len(correct)}
-
-
-def main(argv=None) -> int:
-    """`python -m bench.workload` prints what the presets look like."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--cap", type=int, default=16384)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(argv)
-    for name in PRESETS:
-        numbers = statistics(generate(name, 2000, 8, options.cap, options.seed))
-        print(name, {key: round(value, 3) for key, value in numbers.items()})
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

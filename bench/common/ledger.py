@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bench.workload import Sample
+from bench.common.workload import Sample
 
 CAUSES = ("zero_variance", "pruned", "discarded", "left_over")
 

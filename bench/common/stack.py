@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
+from bench.common import TESTBED
+
+VALIDATION_PROMPTS = 128  # of the testbed
 FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 MAIN_PPO = "verl.trainer.main_ppo"
 
@@ -140,6 +144,18 @@ def v1(mode: str, model: str, train_file: str, val_file: str, reward_file: str, 
         *_task(model, train_file, val_file, reward_file, run_dir, prompt_length, response_length, group_size,
                mini_batch, learning_rate, max_num_seqs),
         f"data.train_batch_size={batch}", f"trainer.total_training_steps={steps}",
+    ]
+
+
+def common_overrides(data: Path, seed: int, *, model: Path = TESTBED / "model", test_every: int = 5,
+                     trainer=fully_async, **sizes) -> list[str]:
+    """Of every arm; `sizes` are those of `trainer`, fully_async or v1."""
+    return [
+        *trainer(model=str(model), train_file=str(data / "train.parquet"), val_file=str(data / "val.parquet"),
+                 reward_file=str(TESTBED / "reward.py"), run_dir="RUN_DIR", **sizes),
+        f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=True", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "trainer.val_before_train=True", f"trainer.test_freq={test_every}", 'trainer.logger=["console","file"]',
     ]
 
 

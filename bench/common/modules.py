@@ -1,0 +1,38 @@
+"""Arms of training benchmarks: the overrides that switch on each module alone, and all."""
+
+from __future__ import annotations
+
+SEGMENT = "+actor_rollout_ref.rollout.segment"
+SEGMENT_LENGTH = 64  # tokens; responses of the testbed end between 20 and 512
+
+
+def switches(*keys: str) -> list[str]:
+    """Overrides of the group `segment`; a key without a value is switched on."""
+    return [f"{SEGMENT}.{key if '=' in key else key + '=True'}" for key in keys]
+
+
+HISTORY = "history.enable"
+LOOPS = ("prune.repetition.enable", "prune.repetition.keep_row")
+
+
+def arms(segment_length: int) -> dict[str, list[str]]:
+    """Arm -> overrides; `segment_length` is in tokens."""
+    length = f"segment_length={segment_length}"
+    on, groups = ("enable", length), ("elastic.enable", "prune.resolved.enable")  # which the profile leaves out
+    return {
+        "off": switches("observe"),
+        "B yield": switches("profile=static", length),
+        "A routing": switches(*on, HISTORY, "routing.enable"),
+        "B soft": switches(*on),
+        "C pruning": switches(*on, HISTORY, *LOOPS, "prune.resolved.enable", "prune.audit.enable"),
+        "C sampler": switches(*on, HISTORY, "sampler.enable"),
+        "D elastic": switches(*on, HISTORY, "elastic.enable"),
+        "keep": switches(*on, "sync.requests=keep"),
+        "token outputs": switches("observe", "token_outputs"),
+        "all": switches("profile=elastic", *groups, length),
+        # effective tokens reward what the sampler selects: the same without it stands beside
+        "all without sampler": switches("profile=elastic", *groups, length, "sampler.enable=False"),
+    }
+
+
+ARMS = arms(SEGMENT_LENGTH)
