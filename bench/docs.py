@@ -22,7 +22,7 @@ from bench import gains
 from bench.gains import CHINESE, ENGLISH
 from esgrpo import cli, compat
 from esgrpo.config import Segment
-from esgrpo.tools import patchset
+from esgrpo.tools import drift, patchset
 from esgrpo.tools.doctor import checks, logs
 from esgrpo.tools.explain.report import load as metrics
 
@@ -94,10 +94,19 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def compatibility_rows() -> list[list[str]]:
-    """One row a tested tuple, best level first: level, versions, date, the command that shows it again."""
+    """One row a tested tuple, best level first: level, versions, hooks, date, the command that shows it again."""
     rows = sorted(compat.load(), key=lambda row: compat.LEVELS.index(row.level))
-    return [[row.level, ", ".join(f"{name} {version}" for name, version in row.versions.items()), row.date,
-             "needs GPUs: compat.toml says how" if row.level == "gpu-e2e" else f"`--only {row.cell}`"] for row in rows]
+    return [[row.level, ", ".join(f"{name} {version}" for name, version in row.versions.items()), hooks_of(row),
+             row.date, "needs GPUs: compat.toml says how" if row.level == "gpu-e2e" else f"`--only {row.cell}`"]
+            for row in rows]
+
+
+def hooks_of(row: compat.Tested) -> str:
+    """ "63 of 63" hooks of the upstream that a contract is about; other levels show more than their source."""
+    about = next((name for name in ("vllm", "verl") if name in row.versions), None)
+    if row.level != "contract" or about is None or "vllm-ascend" in row.versions:  # there the classes are driven alone
+        return ""
+    return "{} of {}".format(*drift.acting(about, row.versions[about]))
 
 
 def stack_chapter() -> str:
@@ -173,7 +182,7 @@ BLOCKS: dict[tuple[Path, str], Callable[[], str]] = {
     **_in_both("docs/reference{}.md", "metrics-table",
                lambda language: [METRIC_HEAD[language], *metric_rows(language)]),
     **_in_both("docs/compatibility{}.md", "compat-table",
-               lambda _: [["level", "versions", "date", "`bash ci/matrix.sh`"], *compatibility_rows()]),
+               lambda _: [["level", "versions", "hooks", "date", "`bash ci/matrix.sh`"], *compatibility_rows()]),
     (DOCS / "ascend_zh.md", "ascend-stacks"): stack_chapter,
     (DOCS / "ascend_zh.md", "ascend-errors"):
         lambda: markdown([["日志里的话", "原因与处理", "由谁治"], *error_rows(CHINESE)]),

@@ -68,6 +68,18 @@ def guarded_hooks(upstream: str) -> list[engine.Hook]:
     return [hook for hook in hooks if hook.upstream == upstream and not hook.unguarded]
 
 
+def counted(hook: engine.Hook, version: str) -> bool:
+    """Has the hook a place in this release, for more than the CPU test bed?"""
+    return hook.features != TESTBED and not engine.has_no_place(hook, version)
+
+
+def acting(upstream: str, version: str) -> tuple[int, int]:
+    """(hooks that act in this release, hooks that have a place in it), as recorded; the matrix checks it at source."""
+    hooks = [hook for hook in guarded_hooks(upstream) if counted(hook, version)]
+    entries = [recorded.of_hook(hook) for hook in hooks]
+    return sum(version in entry.fingerprints or version in entry.cured for entry in entries), len(hooks)
+
+
 def compare(upstream: str, version: str, say=show) -> list[Verdict]:
     """A verdict for every hook of this upstream.
 
@@ -127,8 +139,9 @@ def _compare_hook(hook, version: str, reference: Path, tree: Path) -> Verdict:
     return Verdict(hook.slug, worst, [*lines, _to_do(hook, version, worst)])
 
 
-def compare_target(target: str, reference: Path, tree: Path) -> tuple[str, list[str]]:
-    """State of one "module:qualname" and a few lines that show the difference."""
+def compare_target(target: str, reference: Path, tree: Path,
+                   most: int | None = DIFF_LINES) -> tuple[str, list[str]]:
+    """State of one "module:qualname" and at most so many lines that show the difference."""
     optional = target.endswith("?")
     module, _, qualname = target.removesuffix("?").partition(":")
     before = _nodes(module, qualname, reference)
@@ -138,7 +151,7 @@ def compare_target(target: str, reference: Path, tree: Path) -> tuple[str, list[
     if after and [fingerprint.of_node(n) for n in before] == [fingerprint.of_node(n) for n in after]:
         return UNCHANGED, []
     if after:
-        return CHANGED, _difference(before, after)
+        return CHANGED, _difference(before, after, most)
     places = _same_elsewhere(module, qualname, {fingerprint.of_node(n) for n in before}, tree) if before else []
     if places:
         return MOVED, [f"now {place}" for place in places]
@@ -150,12 +163,12 @@ def _nodes(module: str, qualname: str, tree: Path) -> list[ast.AST]:
     return [] if path is None else fingerprint.find_nodes(path, qualname) if qualname else [ast.parse("")]
 
 
-def _difference(before: list[ast.AST], after: list[ast.AST]) -> list[str]:
+def _difference(before: list[ast.AST], after: list[ast.AST], most: int | None) -> list[str]:
     """Changed lines of the unparsed source, so that layout and comments do not show."""
     old, new = ("\n".join(ast.unparse(_bare(node)) for node in nodes).splitlines() for nodes in (before, after))
     lines = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")]
-    rest = len(lines) - DIFF_LINES
-    return lines[:DIFF_LINES] + ([f"... {rest} more lines"] if rest > 0 else [])
+    rest = len(lines) - (len(lines) if most is None else most)
+    return lines[:most] + ([f"... {rest} more lines"] if rest > 0 else [])
 
 
 def _bare(node: ast.AST) -> ast.AST:
