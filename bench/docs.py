@@ -177,6 +177,7 @@ BLOCKS: dict[tuple[Path, str], Callable[[], str]] = {
     **_in_both("README{}.md", "gains-table", gains.table),
     **_in_both("README{}.md", "modules-table", gains.module_table),
     **{(ROOT / f"README{end}.md", "examples"): examples for end in ("", "_zh")},
+    **_in_both("docs/results{}.md", "costs-table", gains.cost_table),
     **_in_both("docs/reference{}.md", "config-table",
                lambda language: [CONFIG_HEAD[language], *config_rows(language)]),
     **_in_both("docs/reference{}.md", "metrics-table",

@@ -167,6 +167,27 @@ def table(language: str, up: str = "") -> list[list[str]]:
     return rows
 
 
+def cost_table(language: str, up: str = "../") -> list[list[str]]:
+    """What the overlay itself costs; median [95 % bootstrap]. `up` as in `table`."""
+    scheduler, startup = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("scheduler_cost", "startup"))
+    texts = _texts()
+
+    def row(text: str, cost: str, against: str, name: str) -> list[str]:
+        return [texts["cost"][text][language].format(requests=f"{scheduler['requests']:,}"), cost, against,
+                f"[{name}.json]({up}bench/results/{name}.json)"]
+
+    rows, arms = [texts["cost_head"][language]], scheduler["async"]["arms"]
+    step = f"{arms['plain']['microseconds_per_step']['median']:,.0f} µs"
+    for name in (name for name in arms if name in texts["cost"]):
+        own, (share, low, high) = (arms[name]["own_microseconds_per_step"]["median"],
+                                   (f"{arms[name]['own_over_upstream'][at]:.1%}" for at in ("median", "low", "high")))
+        rows.append(row(name, f"{own:.0f} µs, {share} [{low}, {high}]", step, "scheduler_cost"))
+    more = startup["overhead_ms"]
+    rows.append(row("startup", f"{more['median']:.1f} ms [{more['low']:.1f}, {more['high']:.1f}]",
+                    f"{startup['baseline_ms']:.0f} ms", "startup"))
+    return rows
+
+
 def draw(path: Path) -> None:
     """Requests in the engine over time, and effective tokens/s of each pair, as PNG."""
     from esgrpo.tools.report import plots
