@@ -126,15 +126,17 @@ def stack_chapter() -> str:
 
 
 def error_rows(language: str) -> list[list[str]]:
-    """What a log says, why and what to do, what cures it; one row a signature."""
+    """What a log says, why and what to do, what cures it; one row a signature that ends a run."""
     rows = []
     for signature in logs.signatures():
+        if signature.weight in ("echo", "notice"):
+            continue
         line, hit = next((line, hit) for line in signature.excerpt.splitlines() for pattern in signature.patterns
                          if (hit := pattern.search(line)))
         said = line[line.rfind(" ", 0, hit.start() + 1) + 1:].strip().replace("|", "\\|")
         said = said if len(said) <= SIGN_LENGTH else said[:SIGN_LENGTH].rstrip() + "…"
         why = [signature.zh] if language == CHINESE else [signature.cause, signature.fix]
-        rows.append([f"`{said.replace('`', chr(39))}`", *(text.replace("|", "\\|") for text in why),
+        rows.append([f"`{said.replace('`', chr(39))}`", *(re.sub(r"\{\w+\}", "…", text).replace("|", "\\|") for text in why),
                      ("；" if language == CHINESE else "; ").join(signature.cured_by)])
     return rows
 

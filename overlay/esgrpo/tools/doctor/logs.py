@@ -24,11 +24,14 @@ except ImportError:
 
 FILE = Path(__file__).with_name("signatures.toml")
 TEXTS = Path(__file__).with_name("texts.toml")
-WEIGHTS = ("before", "root", "effect", "symptom", "notice")  # see signatures.toml
+WEIGHTS = ("before", "root", "effect", "symptom", "echo", "notice")  # see signatures.toml
+CONSEQUENCES = ("effect", "symptom", "echo")
 # what a log can be, and the exit code of each; 2 is what all commands use where they cannot work
 EXIT_CODES = {"clean": 0, "known": 1, "unknown": 3, "unfinished": 4, "unreadable": 5, "empty": 6}
 SHOWN = 160  # characters of a log line in the answer
 BATCH = 2_000  # lines that are looked at together
+SHAPES = 200_000  # of lines, numbers left out, that are remembered
+DIGITS = b"0123456789"
 JOINED = 50  # suspicious lines that are also read together with the line after them: terminals and editors wrap
 # parts that failures' lines share: a pattern is only tried on lines that have its part, and these few are found fast
 SHARED = ("rror", "ailed", "xception", "not found", "equire", "upport", "must be", "annot ", "imeout", "imed out")
@@ -80,12 +83,14 @@ class Answer:
     hint: str = ""  # a line that may only be a warning; it makes no log suspicious
     packed: str = ""
     problem: str = ""
+    raised: bool = False  # innermost is the end of a traceback
 
     @property
     def state(self) -> str:
         if self.problem and not self.lines:
             return "unreadable"
-        if self.matches and self.matches[0].signature.weight != "notice":
+        weight = self.matches[0].signature.weight if self.matches else "notice"
+        if weight not in ("echo", "notice") and not (weight == "symptom" and self.raised):
             return "known"
         if self.innermost:
             return "unknown"
@@ -109,17 +114,24 @@ def signatures() -> tuple[Signature, ...]:
     return tuple(found)
 
 
-def literal(pattern: re.Pattern) -> str:
-    """What every line has that this pattern finds: one of SHARED where it can be, else the longest part; maybe ""."""
-    parts, part = [], ""
-    for code, value in regex_parser.parse(pattern.pattern):
+def _parts(parsed) -> list[list[str]]:
+    """Plain parts of a regular expression, one list for each of its alternatives."""
+    ways = [[""]]
+    for code, value in parsed:
         if str(code) == "LITERAL":
-            part += chr(value)
-        else:
-            parts.append(part)
-            part = ""
-    parts.append(part)
-    return next((word for word in SHARED for part in parts if word in part), max(parts, key=len))
+            ways = [[*way[:-1], way[-1] + chr(value)] for way in ways]
+        elif str(code) == "BRANCH":
+            ways = [[*way[:-1], way[-1] + other[0], *other[1:]] for way in ways for branch in value[1]
+                    for other in _parts(branch)]
+        elif str(code) != "AT":  # an anchor has no width
+            ways = [[*way, ""] for way in ways]
+    return ways
+
+
+def literals(pattern: re.Pattern) -> list[str]:
+    """One of these is in every line that this pattern finds: for each alternative the longest plain part, or SHARED."""
+    return [next((word for word in SHARED for part in parts if word in part), max(parts, key=len))
+            for parts in _parts(regex_parser.parse(pattern.pattern))]
 
 
 def _by_word() -> dict[str, list[tuple[re.Pattern, Signature]]]:
@@ -127,7 +139,8 @@ def _by_word() -> dict[str, list[tuple[re.Pattern, Signature]]]:
     words: dict[str, list[tuple[re.Pattern, Signature]]] = {word: [] for word in signs.WORDS}
     for signature in signatures():
         for pattern in signature.patterns:
-            words.setdefault(literal(pattern), []).append((pattern, signature))
+            for word in set(literals(pattern)):
+                words.setdefault(word, []).append((pattern, signature))
     return words
 
 
@@ -136,6 +149,9 @@ class _Reader:
 
     def __init__(self):
         self.words = _by_word()
+        # numbers are left out where words are looked for: lines that differ in numbers alone are looked at once
+        self.gates = {word: word.encode().translate(None, DIGITS) for word in self.words}
+        self.seen: dict[bytes, tuple[str, ...]] = {}
         self.first: dict[str, Match] = {}
         self.chains: dict[str, signs.Chains] = {}
         self.suspects: list[tuple[float, int, str]] = []  # rank, line, text
@@ -148,11 +164,7 @@ class _Reader:
         lines = block.split("\n")
         self.last = next((line.strip() for line in reversed(lines) if line.strip()), self.last)
         self.recent = self.recent[-BATCH // 4:] + lines if len(lines) < BATCH // 4 else lines
-        here = [word for word in self.words if word in block]
-        found: dict[int, list[str]] = {}
-        for word in here:
-            for index in (index for index, line in enumerate(lines) if word in line):
-                found.setdefault(index, []).append(word)
+        found = self._found(block)
         if signs.TRACEBACK in block or "[prompt]" in block or any(chain.open for chain in self.chains.values()):
             wanted: Iterable[int] = range(len(lines))
         else:
@@ -163,6 +175,17 @@ class _Reader:
                 self._line(self.lines + index + 1, part, found.get(index, ()), lines[index + 1:index + 2])
         self.lines += len(lines)
 
+    def _found(self, block: str) -> dict[int, tuple[str, ...]]:
+        """Which lines of a batch need a look, and for which words."""
+        shapes = block.encode("utf-8", "replace").translate(None, DIGITS).split(b"\n")
+        fresh = [shape for shape in set(shapes) if shape not in self.seen]
+        joined = b"\n".join(fresh)
+        here = [(word, gate) for word, gate in self.gates.items() if gate in joined]
+        if len(self.seen) > SHAPES:
+            self.seen = {shape: self.seen[shape] for shape in set(shapes) if shape in self.seen}
+        self.seen.update({shape: tuple(word for word, gate in here if gate in shape) for shape in fresh})
+        return {index: words for index, shape in enumerate(shapes) if (words := self.seen[shape])}
+
     def _line(self, number: int, line: str, words: Iterable[str], following: list[str]) -> None:
         who, level, text = signs.bare(line)
         chain = self.chains.get(who)
@@ -172,9 +195,9 @@ class _Reader:
         chain.feed(number, text)
         if chain.quoting or not words:
             return
-        known = [signature for word in words for signature in self._matches(number, text, self.words[word])]
+        known = [signature for word in words for signature in self._matches(number, text, self.words[word], level)]
         self._progress(number, text)
-        if known:
+        if any(signature.weight != "echo" for signature in known):
             return
         rank = signs.sign(level, text, words)
         if rank is None:
@@ -183,20 +206,24 @@ class _Reader:
             self.joined += 1
             start = text.rstrip()
             both = f"{start} {signs.bare(following[0])[2].strip()}"
-            if any([self._matches(number, both, self.words[word], len(start)) for word in self.words if word in both]):
+            across = [self._matches(number, both, self.words[word], level, len(start))
+                      for word in self.words if word in both]
+            if any(across):
                 return
         if not ignored:
             self.suspects.append((rank, number, text))
             if len(self.suspects) > BATCH:  # of a log full of errors the first of each rank are enough
                 self.suspects = sorted(self.suspects, key=lambda suspect: (-suspect[0], suspect[1]))[:BATCH // 2]
 
-    def _matches(self, number: int, text: str, patterns: list[tuple[re.Pattern, Signature]],
+    def _matches(self, number: int, text: str, patterns: list[tuple[re.Pattern, Signature]], level: str,
                  over: int | None = None) -> list[Signature]:
         """Signatures that find this line; with `over` only those that need what stands on both sides of it."""
         found = []
         for pattern, signature in patterns:  # one by one: re finds what begins with plain text faster than a|b|c
             hit = pattern.search(text)
-            if hit and (over is None or hit.start() < over < hit.end()):
+            if not hit or over is not None and not hit.start() < over < hit.end():
+                continue
+            if signature.weight not in CONSEQUENCES or not signs.harmless(level, text):
                 seen = self.first.get(signature.slug) or Match(signature, number, text.strip(), {})
                 self.first[signature.slug] = replace(seen, groups={**hit.groupdict(), **seen.groups}, last=number,
                                                      count=seen.count + (seen.last != number))
@@ -211,18 +238,19 @@ class _Reader:
 
     def answer(self) -> Answer:
         matches = sorted(self.first.values(), key=lambda m: (WEIGHTS.index(m.signature.weight), m.line))
-        patterns = [pattern for signature in signatures() for pattern in signature.patterns]
+        patterns = [p for signature in signatures() if signature.weight != "echo" for p in signature.patterns]
         ends = [(who == "", *found) for who, chain in self.chains.items() for found in chain.innermost]
         # a traceback that the log leaves open says more than what processes only logged
         suspects = self.suspects + [(signs.LOGGED + .5, *chain.cut_off) for chain in self.chains.values()
                                     if chain.cut_off[0]]
         # the driver's last exception, else the last of any process, else the most suspicious line, the first of these
-        ends = [found[1:] for found in sorted(ends, reverse=True)]
-        ends += [found[1:] for found in sorted(suspects, key=lambda suspect: (-suspect[0], suspect[1]))]
-        line, innermost = next(((line, text) for line, text in ends if not any(p.search(text) for p in patterns)),
-                               (0, ""))
+        ends = [(*found[1:], True) for found in sorted(ends, reverse=True)]
+        ends += [(*found[1:], False) for found in sorted(suspects, key=lambda suspect: (-suspect[0], suspect[1]))]
+        ends += [(match.line, match.text, False) for match in matches if match.signature.weight == "echo"]
+        line, innermost, raised = next((end for end in ends if not any(p.search(end[1]) for p in patterns)),
+                                       (0, "", False))
         return Answer(matches, innermost, line, self.lines, self.finished > self.working, self.last,
-                      signs.hint(self.recent))
+                      signs.hint(self.recent), raised=raised)
 
 
 def read(lines: Iterable[str]) -> Answer:
@@ -258,7 +286,7 @@ def render(answer: Answer) -> str:
     state, rest = answer.state, answer.matches
     unknown = _say("innermost", text=answer.innermost[:SHOWN], line=answer.line)
     if state == "known":
-        best, rest = answer.matches[0], answer.matches[1:]
+        best, rest = answer.matches[0], [m for m in answer.matches[1:] if m.signature.weight != "echo"]
         lines = [_say("found", slug=best.signature.slug, line=best.line, count=best.count, text=best.text[:SHOWN]),
                  _say("cause", text=_explained(best)), _say("fix", text=best.filled(best.signature.fix)),
                  _say("cured", text="; ".join(best.signature.cured_by) or _say("none")),

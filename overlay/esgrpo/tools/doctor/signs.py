@@ -117,7 +117,8 @@ def bare(line: str) -> tuple[str, str, str]:
     return " ".join(prefixes), level, _REPEATED.sub("", line)
 
 
-def _harmless(level: str, text: str) -> bool:
+def harmless(level: str, text: str) -> bool:
+    """A line that says of itself that it is no error."""
     said = None if level else _LEVEL.match(text)
     level = level or (said.group(1) if said else "WARNING" if _WARNING.match(text) else "")
     return level in ("DEBUG", "INFO", "WARN", "WARNING")
@@ -129,13 +130,13 @@ def sign(level: str, text: str, words: Iterable[str]) -> int | None:
         return None
     rank = max((rank for word in words for rank, pattern in SIGNS.get(word, ()) if pattern.search(text)),
                default=LOGGED if level in ("ERROR", "CRITICAL", "FATAL") else None)
-    return None if rank is not None and rank != RAISED and _harmless(level, text) else rank
+    return None if rank is not None and rank != RAISED and harmless(level, text) else rank
 
 
 def hint(lines: list[str]) -> str:
     """The last of these lines that may have to do with a failure, "" without one."""
     said = ((level, text) for _, level, text in map(bare, reversed(lines)) if _HINT.search(text))
-    return next((text.strip() for level, text in said if not _harmless(level, text)), "")
+    return next((text.strip() for level, text in said if not harmless(level, text)), "")
 
 
 class Chains:
