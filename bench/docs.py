@@ -136,7 +136,8 @@ def error_rows(language: str) -> list[list[str]]:
         said = line[line.rfind(" ", 0, hit.start() + 1) + 1:].strip().replace("|", "\\|")
         said = said if len(said) <= SIGN_LENGTH else said[:SIGN_LENGTH].rstrip() + "…"
         why = [signature.zh] if language == CHINESE else [signature.cause, signature.fix]
-        rows.append([f"`{said.replace('`', chr(39))}`", *(re.sub(r"\{\w+\}", "…", text).replace("|", "\\|") for text in why),
+        texts = (re.sub(r"\{\w+\}", "…", text).replace("|", "\\|") for text in why)  # the log at hand fills these in
+        rows.append([f"`{said.replace('`', chr(39))}`", *texts,
                      ("；" if language == CHINESE else "; ").join(signature.cured_by)])
     return rows
 
