@@ -39,3 +39,9 @@ def run_python(clean_environment, tmp_path):
         return done
 
     return run
+
+
+def pytest_itemcollected(item):
+    """A test goes by the names of the hooks that it is about, too: `pytest -k prompts-in-flight`."""
+    for marker in item.iter_markers("hook"):
+        item.extra_keyword_matches.update(marker.args)

@@ -65,6 +65,7 @@ def test_the_hooks_are_in_place(hooked):
         "abort-by-external-id": "APPLIED", "resume-without-sleep": "APPLIED"}
 
 
+@pytest.mark.hook("abort-by-external-id", "pause-without-dropped-argument", "resume-without-sleep")
 def test_the_hooks_hold_what_they_promise(hooked):
     good(hooked["seen"])
 

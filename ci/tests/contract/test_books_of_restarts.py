@@ -62,6 +62,7 @@ def fully_async(kind, run_dir) -> None:
             trained_rows.begin([in_flight.UID + next(iter(in_flight.ledger_of(made).open))], version + 1)
 
 
+@pytest.mark.hook("prompts-in-flight", "prompts-in-flight-are-saved", "prompts-in-flight-are-reissued")
 def test_each_prompt_of_a_fully_async_epoch_is_trained_once(rollouter_class, run_dir):  # noqa: F811
     fully_async(rollouter_class, run_dir)
     found = settled(run_dir)
@@ -115,6 +116,7 @@ def v1(run_dir, monkeypatch, lose: int) -> list[list[str]]:
     return records.read(str(run_dir), "submitted")
 
 
+@pytest.mark.hook("v1-drawn-prompts")
 def test_books_of_a_v1_trainer(run_dir, monkeypatch):
     rows = v1(run_dir, monkeypatch, lose=0)
     found = settled(run_dir)

@@ -97,6 +97,7 @@ def convert(run_python, overlay):
     return run
 
 
+@pytest.mark.hook("segment-config-key")
 @pytest.mark.parametrize("release", RELEASES, indirect=True)
 def test_the_key_composes_and_converts(convert, release):
     answer = convert(release, ESGRPO_ENABLE="1", ESGRPO_SEGMENT="{}", **GO_ON)

@@ -117,6 +117,7 @@ def answers(tmp_path_factory) -> dict:
     return {**json.loads(line.removeprefix("ANSWERS")), "said": result.stderr}
 
 
+@pytest.mark.hook("driver-start")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_in_one_line_with_five_parts(answers, name):
     line = answers[name]["error"]
@@ -171,6 +172,7 @@ def test_observing_changes_nothing_of_verls_settings(answers):
     assert answers["observe"]["features"] == "observe" and answers["observe"]["estimator"] == "grpo"
 
 
+@pytest.mark.hook("driver-start")
 def test_features_adjust_verl_and_are_passed_on(answers):
     got = answers["all"]
     assert set(got["features"].split(",")) == {"dmmpt", "observe", "pois", "prune", "segment"}

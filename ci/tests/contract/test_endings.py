@@ -34,6 +34,7 @@ def ended(tmp_path, scene: str, save_freq: int = 2, checkpoint: bool = True, seg
     return done.returncode, (done.stdout + done.stderr).strip().splitlines()
 
 
+@pytest.mark.hook("driver-ending-in-one-line")
 def test_the_last_line_names_what_died_and_where_to_go_on(tmp_path):
     code, lines = ended(tmp_path, "died")
     assert code == 1 and lines[-1].startswith("esgrpo: ended: the agent-loop worker (node 10.0.0.1, pid 77, "
@@ -119,6 +120,7 @@ def fully_async(tmp_path, save_freq: int = 5):
     return made
 
 
+@pytest.mark.hook("stop-after-step")
 def test_a_fully_async_trainer_saves_between_two_versions_and_ends(tmp_path, told):
     trainer = fully_async(tmp_path)
     trainer._fit_postprocess_step()
@@ -167,6 +169,7 @@ def v1_fit(steps: int, told, tmp_path, save_freq: int = 5) -> tuple[list[int], l
     return done, saves
 
 
+@pytest.mark.hook("v1-stop-after-step")
 @pytest.mark.parametrize(("save_freq", "saves"), [(5, [3]), (3, [3]), (-1, [])])
 def test_a_v1_trainer_saves_after_the_running_step_and_ends(told, tmp_path, save_freq, saves):
     assert v1_fit(3, told, tmp_path, save_freq) == ([1, 2, 3], saves)

@@ -62,6 +62,7 @@ def hooked(rollouter_class):  # noqa: F811
     return failed_prompts.build(rollouter_class._process_single_sample_streaming)
 
 
+@pytest.mark.hook("failed-prompts-are-bounded")
 def test_one_failed_prompt_gives_its_place_to_another(rollouter_class, monkeypatch, tmp_path, capfd):  # noqa: F811
     made = made_of(rollouter_class, {2: broken(ValueError("broke on purpose"))}, monkeypatch)
     asyncio.run(run(made, hooked(rollouter_class)))
@@ -120,6 +121,7 @@ def test_a_dead_process_ends_the_run_at_once(rollouter_class, monkeypatch, enabl
         asyncio.run(run(made, hooked(rollouter_class)))
 
 
+@pytest.mark.hook("rollouter-failure-is-loud")
 def test_the_rollouters_failure_is_one_line_of_its_own():
     from ray.exceptions import RayTaskError
 

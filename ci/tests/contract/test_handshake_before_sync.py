@@ -68,6 +68,7 @@ def fully_async(monkeypatch, hooked: bool) -> list[str]:
     return asked
 
 
+@pytest.mark.hook("worker-handshake")
 def test_a_lost_scheduler_hook_is_refused_before_the_first_weight_sync(monkeypatch):
     answers(monkeypatch, "DRIFTED")
     *before, refusal = fully_async(monkeypatch, hooked=True)
@@ -83,6 +84,7 @@ def test_without_the_handshake_the_weight_sync_comes(monkeypatch):
     assert fully_async(monkeypatch, hooked=False) == ["trainer", "rollouter", "weight sync"]
 
 
+@pytest.mark.hook("v1-handshake-before-sync")
 @pytest.mark.parametrize("hooked", [True, False])
 def test_v1_trainers_ask_between_their_set_up_and_their_first_sync(monkeypatch, hooked):
     from verl.trainer.ppo.v1 import trainer_sync
@@ -118,6 +120,7 @@ def said(monkeypatch):
     monkeypatch.setattr(guard, "_said", set())
 
 
+@pytest.mark.hook("engine-core-utilities")
 def test_an_engine_without_the_scheduler_hook_answers_all_calls_and_says_so_once(capsys, said):
     core = SimpleNamespace(scheduler=object())
     for _ in range(2):
@@ -128,6 +131,7 @@ def test_an_engine_without_the_scheduler_hook_answers_all_calls_and_says_so_once
     assert capsys.readouterr().err.count("segment-scheduler is not in place") == 1
 
 
+@pytest.mark.hook("server-weight-version")
 @pytest.mark.parametrize("state", ["DISABLED", "DRIFTED", "APPLIED"])
 def test_a_weight_sync_goes_on_without_the_utilities(monkeypatch, capsys, said, state):
     """Under ESGRPO_DISABLE or ESGRPO_STRICT=0; where the utilities are in place they are called."""
@@ -158,6 +162,7 @@ def test_requests_are_not_kept_without_the_scheduler_hook(monkeypatch):
     assert kept_requests.reason_to_abort(server).startswith("segment-scheduler DISABLED")
 
 
+@pytest.mark.hook("server-control")
 def test_servers_without_control_methods_are_left_out(capsys, said):
     whole, bare = SimpleNamespace(esgrpo_progress="method"), SimpleNamespace()
     assert server_control.methods([whole, bare], "esgrpo_progress") == ["method"]
@@ -178,6 +183,7 @@ def ours():
     return HookError("who", "found", "wanted", "consequence", "todo")
 
 
+@pytest.mark.hook("driver-refusal-in-one-line")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_refusal_in_an_actor_is_one_line_in_the_driver(depth):
     """Ray raises an error that is a HookError, too, whose text is the actor's traceback."""

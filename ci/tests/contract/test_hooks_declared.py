@@ -231,3 +231,27 @@ def test_importing_every_hook_file_loads_no_upstream(run_python, overlay):
     script = ("import sys; from esgrpo import engine; engine.load_hooks()\n"
               f"print(sorted({UPSTREAMS!r} & set(sys.modules)))")
     assert run_python("-c", script, path=(overlay,)).stdout == "[]\n"
+
+
+def slugs_of_tests(module: ast.Module) -> dict[str, list[str]]:
+    """Names of the test functions by the slugs that @pytest.mark.hook(...) gives them."""
+    found = {}
+    for node in module.body:
+        calls = [mark for mark in getattr(node, "decorator_list", ()) if isinstance(mark, ast.Call)
+                 and ast.unparse(mark.func) == "pytest.mark.hook"]
+        for slug in (argument.value for call in calls for argument in call.args):
+            found.setdefault(slug, []).append(node.name)
+    return found
+
+
+def test_every_hook_has_a_test_of_its_name():
+    """`pytest -k SLUG` shows what the hook does."""
+    marked = [slugs_of_tests(tree(path)) for path in Path(__file__).parents[1].rglob("test_*.py")]
+    slugs = {importlib.import_module(f"esgrpo.hooks.{name}").HOOK.slug for name in HOOK_FILES}
+    assert set().union(*marked) == slugs
+    assert all(name.startswith("test_") for tests in marked for names in tests.values() for name in names)
+
+
+def test_a_hook_without_a_test_would_be_seen():
+    source = '@pytest.mark.slow\n@pytest.mark.hook("a-b", "c-d")\ndef test_x(): pass\ndef test_e_f(): pass\n'
+    assert slugs_of_tests(ast.parse(source)) == {"a-b": ["test_x"], "c-d": ["test_x"]}

@@ -85,6 +85,7 @@ async def sync(server) -> dict:
     return result
 
 
+@pytest.mark.hook("kept-requests")
 @pytest.mark.parametrize("kv, clear", [("keep", False), ("rebuild", True)])
 def test_requests_stay_in_the_engine(make, kv, clear, capsys):
     server = make(kv)
@@ -165,6 +166,7 @@ def test_a_headless_node_has_nothing_to_keep(make):
     assert asyncio.run(server.abort_all_requests()) == {"aborted_count": 0, "request_ids": []}
 
 
+@pytest.mark.hook("rebalance-aborts")
 def test_rebalancing_gets_its_abort(make):
     """The servers are told before the first abort and after the last, also when rebalancing fails."""
     server, seen = make(), []

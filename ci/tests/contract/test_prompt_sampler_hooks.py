@@ -71,6 +71,7 @@ async def fed(one, size: int, after=lambda number: None) -> tuple[list, int]:
     return delivered, ahead
 
 
+@pytest.mark.hook("prompt-sampler")
 def test_prompts_are_drawn_no_earlier_than_the_queue_takes_them(prepared):
     one = rollouter(prepared)
     delivered, ahead = asyncio.run(fed(one, LOOKAHEAD))
@@ -186,6 +187,7 @@ def v1_trainer(patch, mode: str, batch_size: int, **attributes):
     return trainer
 
 
+@pytest.mark.hook("v1-prompt-sampler")
 @pytest.mark.parametrize("mode, ask", [("sync", 4), ("colocate_async", 3)])
 def test_v1_trainers_draw_what_they_submit(prepared, mode, ask):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer

@@ -106,6 +106,7 @@ def chain(kind, directory, hooked: bool) -> tuple[Counter, list]:
     return Counter(numbers), names
 
 
+@pytest.mark.hook("prompts-in-flight", "prompts-in-flight-are-saved", "prompts-in-flight-are-reissued")
 def test_each_prompt_is_trained_once(rollouter_class, tmp_path, monkeypatch, capfd):  # noqa: F811
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     counts, names = chain(rollouter_class, tmp_path / "checkpoints", hooked=True)
@@ -148,6 +149,7 @@ def test_a_failed_write_costs_the_prompts_and_not_the_checkpoint(rollouter_class
     assert (tmp_path / "data.pt").exists() and "0 prompts would not be trained" in capfd.readouterr().err
 
 
+@pytest.mark.hook("trained-prompts", "trained-prompts-before-checkpoint")
 def test_the_trainer_tells_what_it_has_trained_before_it_saves(monkeypatch):
     """Batch after batch: told when the next is asked for; all before a checkpoint; none that was not trained."""
     import ray

@@ -108,6 +108,7 @@ def both(rollouter_class):
     return original, build(original)
 
 
+@pytest.mark.hook("resolved-groups-are-replaced")
 def test_a_foreseen_group_gives_its_place_to_another_prompt(rollouter_class):
     original, hooked = both(rollouter_class)
     made = rollouter(rollouter_class, [PLAIN, NULL, NULL, PLAIN])

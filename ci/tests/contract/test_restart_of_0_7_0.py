@@ -34,6 +34,9 @@ def chain(run_python, overlay, tree, tmp_path):
     return run
 
 
+@pytest.mark.hook("partial-prompts-in-flight", "partial-prompts-in-flight-are-saved",
+                  "partial-prompts-in-flight-are-reissued", "partial-generated-prompts", "partial-taken-prompts",
+                  "partial-trained-prompts", "partial-trained-prompts-before-checkpoint")
 def test_each_prompt_is_trained_once(chain):
     answer, said = chain("1")
     assert answer["trained"] == {str(number): 1 for number in range(PROMPTS)}

@@ -71,6 +71,7 @@ def test_every_prompt_is_generated_once_an_epoch_and_sent_before_the_end(routed,
     assert len(set(seen["sent"])) == 2 * PROMPTS and seen["ended"] and seen["left"] == 0
 
 
+@pytest.mark.hook("prompt-queue")
 def test_long_prompts_overtake_once_they_are_known(routed):
     """A new prompt is expected to be as long as the mean: it waits for the long ones, the short ones for it."""
     first, second = order(routed["seen"])
@@ -94,6 +95,7 @@ def test_the_prefetch_is_bounded(routed):
     assert routed["plain"]["rollouter"]["depth"] > 2 * LOOKAHEAD  # all there is, up to 128
 
 
+@pytest.mark.hook("prompt-forecasts")
 def test_every_row_gets_the_forecast_as_a_keyword_argument(routed):
     forecasts = routed["seen"]["rollouter"]["forecasts"]
     assert all(len(rows) == 4 and rows[0] == rows[3] and rows[0] is not None for rows in forecasts)
@@ -114,6 +116,7 @@ def test_pruned_rows_say_nothing_of_correctness(routed):
     assert counted == pytest.approx([1.8 * 2, 1.8 * 1])
 
 
+@pytest.mark.hook("history-saved-at-end", "rollouter-windows")
 def test_the_history_is_saved_and_measured(routed):
     seen = routed["seen"]["rollouter"]
     assert seen["saved"] and seen["prompts"] == PROMPTS == seen["metrics"]["esgrpo/history/prompts"]
@@ -126,6 +129,7 @@ def test_the_forecast_does_not_travel_to_the_trainer(routed):
     assert routed["seen"]["rollouter"]["columns"] == ["esgrpo"]
 
 
+@pytest.mark.hook("tail-router")
 def test_a_yield_moves_a_tail_response_to_the_tail_replica(routed):
     seen = routed["seen"]["router"]
     assert seen["class"] == "TailRouter" and seen["fields"] == [["sampling_params"], ["request_id"]]

@@ -59,6 +59,7 @@ def check_conservation(answer):
         assert attempt["max_tokens"] == BUDGET - done
 
 
+@pytest.mark.hook("partial-group", "partial-members", "partial-attempts")
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_conserved_and_one_call_is_one_group(answers, case):
     answer = answers("full")[case]
@@ -70,6 +71,7 @@ def test_tokens_are_conserved_and_one_call_is_one_group(answers, case):
     assert all(s["member"] == a["script"] for s, a in zip(segments, answer["submitted"], strict=True))
 
 
+@pytest.mark.hook("partial-rows-are-masked")
 def test_soft_boundaries_prune_the_loop_and_interrupt_nobody(answers):
     answer = answers("full")["soft"]
     assert outcomes(answer) == [("finish", "")] * 2 + [("prune", "repetition"), ("finish", "")]
@@ -125,6 +127,7 @@ def test_without_the_patches_the_hooks_refuse_and_nothing_reaches_the_engine(ans
     assert all(mask for mask in (row["mask"] for row in answer["soft"]["rows"]))
 
 
+@pytest.mark.hook("partial-server-control")
 def test_the_hooks_travel_with_the_classes_that_ray_ships_by_value(answers):
     methods = sorted(function.__name__ for function in server_control.METHODS)
     assert answers("full")["by-value"] == {"carried": ["partial-group", "partial-members"], "methods": methods}

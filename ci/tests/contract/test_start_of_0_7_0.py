@@ -60,6 +60,7 @@ def start(run_python, overlay, tree):
     return run
 
 
+@pytest.mark.hook("partial-driver-start", "partial-handshake")
 def test_the_settings_reach_every_worker(start):
     answer = json.loads(start(*ON, f"{SEGMENT}.prune.repetition.enable=True", f"{LOSS}=pois").stdout.splitlines()[-1])
     assert answer["env"]["ESGRPO_FEATURES"] == "observe,pois,prune,segment" and answer["handshake"]

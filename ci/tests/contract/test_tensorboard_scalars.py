@@ -60,6 +60,7 @@ def settings(monkeypatch):
     monkeypatch.delenv("ESGRPO_RUN_DIR", raising=False)
 
 
+@pytest.mark.hook("metrics-keep-prefix", "trained-rows")
 def test_every_metric_is_a_scalar_under_its_own_name(tmp_path, monkeypatch):
     metrics = metrics_of_a_step(metric_prefix.build, trained_rows.build)
     ours = {name for name in metrics if "esgrpo/" in name}

@@ -130,6 +130,7 @@ def test_verl_gets_the_same_tokens_and_log_probs(server):
     assert ours.stop_reason == plain.stop_reason and ours.extra_fields == plain.extra_fields
 
 
+@pytest.mark.hook("token-outputs", "first-and-last-output")
 def test_two_outputs_without_text(server):
     ours = server()
     ask(ours)

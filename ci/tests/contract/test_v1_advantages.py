@@ -41,6 +41,7 @@ KEYS = ["u_0_0", "u_0_1", "u_0_2", "u_1_0"]  # the first session gave three outp
 REWARDS = [[0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]]
 
 
+@pytest.mark.hook("v1-final-outputs")
 def test_a_session_counts_once_in_its_group():
     assert advantages(True, KEYS, REWARDS) == pytest.approx(advantages(None, KEYS, REWARDS))  # verl's own for grpo
     one_each = advantages(False, [KEYS[2], KEYS[3]], [REWARDS[2], REWARDS[3]])
@@ -80,6 +81,7 @@ def weighted(queue, monkeypatch, hooked: bool):
     return [float(queue.rows[key]["advantages"][0]) for key in keys]
 
 
+@pytest.mark.hook("v1-keep-probabilities", "keep-probabilities-reach-estimator")
 def test_keep_probabilities_reach_the_estimator(queue, monkeypatch):
     """A_i = R_i - 1/(n-1) sum of w_j R_j over the others, times w_i (n-1)/n; only the first has a reward."""
     assert weighted(queue, monkeypatch, True) == pytest.approx([2 / 3, -2 / 3, -1 / 3])

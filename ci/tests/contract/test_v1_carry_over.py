@@ -30,6 +30,7 @@ def evictions(monkeypatch):
     monkeypatch.setattr(ReplayBuffer, "_evict_terminal_groups", v1_failure.build(ReplayBuffer._evict_terminal_groups))
 
 
+@pytest.mark.hook("v1-carry-over")
 def test_carried_groups_come_first_and_stale_ones_are_dropped(queue, tmp_path):
     trainer = Trainer(queue, tmp_path)
     first = trainer.submit(3)
@@ -173,6 +174,7 @@ def restart(queue, tmp_path, monkeypatch, lose: bool, hooked: bool = True):
     return again.step(1)
 
 
+@pytest.mark.hook("v1-carry-checkpoint")
 def test_nothing_is_lost_at_checkpoint_and_restart(queue, tmp_path, monkeypatch):
     assert restart(queue, tmp_path, monkeypatch, lose=False)["trained_carried"] == 1
 
@@ -211,6 +213,7 @@ def reissue(queue, tmp_path, monkeypatch, hooked: bool) -> dict:
         metrics.clear()
 
 
+@pytest.mark.hook("v1-reissued-groups")
 def test_what_a_restart_generates_again_is_said_and_counted_once(queue, tmp_path, monkeypatch, capfd):
     lost = {"groups": 2, "finished": 1, "tokens": 14, "running": 3}
     assert list(reissue(queue, tmp_path, monkeypatch, hooked=True)) == [lost, {}]
@@ -270,6 +273,7 @@ def rounds(monkeypatch, queue, tmp_path, hooked: bool) -> int:
 LONG = 50  # replaced groups after which the scene ends by itself: more than the hook allows in a row
 
 
+@pytest.mark.hook("v1-failure-is-loud")
 def test_a_run_in_which_every_group_fails_ends(monkeypatch, queue, tmp_path):
     from esgrpo.errors import EsgrpoError
 
@@ -331,6 +335,7 @@ def failing(monkeypatch, queue, directory, error, count: int, mode: str, segment
 ON = '{"enable": true}'
 
 
+@pytest.mark.hook("v1-session-errors")
 @pytest.mark.parametrize("mode", ["colocate_async", "sync"])
 def test_failed_prompts_of_a_v1_version_are_bounded_and_named(monkeypatch, queue, tmp_path, mode, capfd):
     from esgrpo.errors import RunError

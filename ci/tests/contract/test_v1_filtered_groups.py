@@ -78,6 +78,7 @@ def evicted(buffer) -> set[str]:
     return buffer._dapo_filtered_keys("train")[0]
 
 
+@pytest.mark.hook("v1-filter-trained-rows")
 def test_groups_that_pruning_left_without_gradient_are_replaced(queue, buffer_of):
     groups(queue)
     assert evicted(buffer_of(hooked=False)) == {"equal"}  # verl counts what was cut off as wrong answers

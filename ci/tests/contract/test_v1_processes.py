@@ -42,6 +42,7 @@ def start(monkeypatch, hooked: bool):
     return trainer
 
 
+@pytest.mark.hook("v1-standalone-start")
 def test_separate_async_starts_without_hybrid_replicas(monkeypatch, caplog):
     with caplog.at_level("INFO"):
         assert start(monkeypatch, hooked=True).current_mode.value == "trainer"
@@ -89,6 +90,7 @@ def handshake(monkeypatch, hooked: bool, state: str) -> list[str]:
     return made
 
 
+@pytest.mark.hook("v1-handshake")
 def test_a_hook_that_is_not_in_place_stops_the_run_after_all_processes_exist(monkeypatch):
     from esgrpo.errors import HookError
 

@@ -106,6 +106,7 @@ def submitted(patch, mode: str, step: int, hook: bool = True) -> tuple[list, lis
     return [[int(number) for number in piece["index"]] for piece in pieces], list(queue.tags)
 
 
+@pytest.mark.hook("v1-prompt-order")
 @pytest.mark.parametrize("step", [4, 5])
 def test_a_synchronous_step_is_submitted_longest_first(prepared, step):
     prepared.setattr(decision_counts, "counts", Counter())
@@ -148,6 +149,7 @@ def buffer_of(patch, cls_name: str, hook: bool = True, rewarded: bool = True, **
     return queue, trainer, seen
 
 
+@pytest.mark.hook("v1-prompt-outcomes")
 @pytest.mark.parametrize("cls_name", ["ReplayBuffer", "ReplayBufferAsync"])
 def test_groups_without_variance_reach_the_history_before_they_are_evicted(prepared, cls_name):
     queue, trainer, seen = buffer_of(prepared, cls_name, filter_groups_metric="reward")
@@ -187,6 +189,7 @@ def test_pruned_rows_and_rewards_that_come_later_say_nothing(prepared):
     assert [args[2] for args in seen] == [[None]] and "rm_scores" not in queue.reads[-1][1]
 
 
+@pytest.mark.hook("v1-prompt-steps")
 def test_a_step_saves_the_history_and_logs_the_sampler(prepared, tmp_path):
     import json
 

@@ -63,6 +63,7 @@ def postprocess(queue, hooked: bool) -> dict:
             "reward": seat.driver.rewards.get(("u", 0))}
 
 
+@pytest.mark.hook("v1-response-rows")
 def test_a_row_carries_what_the_response_lived_through(queue):
     seen = postprocess(queue, hooked=True)
     assert seen["fields"]["esgrpo"]["spans"] == [[5, 2], [7, 1]] and seen["reward"] == (1.0, True)
@@ -82,6 +83,7 @@ def sampled(queue):
     return batch_of(queue, *queue.rows)
 
 
+@pytest.mark.hook("v1-pruned-rows")
 def test_pruned_rows_are_masked_before_verl_reads_the_batch(queue, monkeypatch):
     batch, seen = sampled(queue), []
 
@@ -136,6 +138,7 @@ def trained(queue, monkeypatch, tmp_path, hooked: bool, change=lambda queue: Non
     return read(str(tmp_path), "trained"), metrics
 
 
+@pytest.mark.hook("v1-trained-rows")
 def test_trained_rows_leave_out_padding_and_all_outputs_but_the_last(queue, monkeypatch, tmp_path):
     rows, metrics = trained(queue, monkeypatch, tmp_path, hooked=True)
     assert [(row["group"], row["tokens"], row["step"]) for row in rows] == [("a", 3, 3), ("a", 2, 3), ("b", 2, 3),

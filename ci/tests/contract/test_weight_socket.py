@@ -64,6 +64,7 @@ def test_plain_verl_takes_the_other_runs_socket_away(monkeypatch, transfer, hand
         close(first, second)
 
 
+@pytest.mark.hook("weight-socket-of-this-run")
 def test_each_run_keeps_its_own(monkeypatch, transfer, handle, hooked):
     first, before = bound(monkeypatch, transfer, handle, "one")
     second, _ = bound(monkeypatch, transfer, handle, "two")

@@ -34,6 +34,7 @@ def test_the_mixin_is_in_front_of_the_scheduler(played, scenario):
     assert played(scenario)["class"] == "SegmentScheduler"
 
 
+@pytest.mark.hook("segment-scheduler", "engine-core-utilities")
 def test_hooks_reach_the_spawned_engine_core(played):
     report = played("quiet")["report"]
     states = {row["slug"]: row["state"] for row in report["hooks"]}

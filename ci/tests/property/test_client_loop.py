@@ -6,6 +6,7 @@ import asyncio
 from itertools import groupby
 
 import numpy as np
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -154,6 +155,7 @@ def check_summary(member, server):
     return summary
 
 
+@pytest.mark.hook("client-attempts")
 @settings(max_examples=2 * settings.default.max_examples)
 @given(calls(["finish", "yield", "abort"]), st.sampled_from([-1, 0, 5]))
 def test_yields_and_aborts_lose_nothing(call, version):

@@ -228,6 +228,7 @@ LAST_TOKEN = {"n": 5, "seed": 0, "replicas": 1, "transit": 0, "scoring": 0, "syn
                                    "repetition": {"enable": False, **LOOPS}}}}
 
 
+@pytest.mark.hook("group-members")
 @given(cases())
 @example(LAST_TOKEN)
 def test_every_response_ends_once_with_all_its_tokens(case):
@@ -292,6 +293,7 @@ def test_verls_version_range_covers_the_first_token(case):
             assert row.extra_fields["max_global_steps"] >= summary["spans"][-1][0]
 
 
+@pytest.mark.hook("pruned-rows-are-masked")
 @given(cases())
 def test_pruned_rows_are_masked_where_a_sibling_is_left(case):
     _, rows = simulate(case)

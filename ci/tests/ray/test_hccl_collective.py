@@ -31,6 +31,7 @@ def check_answers(output: str) -> None:
         assert waited > PAUSE_SECONDS and late < AT_ONCE_SECONDS
 
 
+@pytest.mark.hook("add-hccl-collective-group")
 def test_actors_with_the_hook(run_python, overlay, tmp_path):
     done = run_python(SCRIPT, "weights", tmp_path / "own", path=(overlay,), **ON)
     check_answers(done.stdout)

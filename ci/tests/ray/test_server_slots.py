@@ -68,6 +68,7 @@ def answer(request, tmp_path_factory) -> tuple[bool, dict]:
     return request.param == "hooked", json.loads(line.removeprefix("ANSWER"))
 
 
+@pytest.mark.hook("server-slots")
 def test_a_control_call_comes_through_although_every_response_waits(answer):
     """Negative control: verl's own limit, with which nothing ever gives a slot back."""
     hooked, found = answer

@@ -59,6 +59,7 @@ def test_a_member_goes_on_where_it_was_interrupted_under_another_version():
     assert row["spans"] == [[3, 3], [5, 2]] and (row["tokens"], row["attempts"], row["boundaries"]) == (5, 3, 1)
 
 
+@pytest.mark.hook("attempt-places")
 def test_an_attempt_says_where_it_was_unless_it_was_aborted(monkeypatch):
     monkeypatch.setattr(group_driver.time, "time", lambda: 2.0)
     seat = seat_of(new_driver())

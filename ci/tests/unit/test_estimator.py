@@ -159,6 +159,7 @@ def test_a_weight_in_the_advantage_is_a_weight_of_the_row(name):
     assert torch.allclose(folded, plain * weights, rtol=1e-9, atol=1e-12) is (name not in NOT_HOMOGENEOUS)
 
 
+@pytest.mark.hook("keep-probabilities-reach-estimator")
 def test_through_verls_compute_advantage(monkeypatch):
     """The hook's way: verl's own function hands the estimator no weights; wrapped, it does."""
     pytest.importorskip("verl")

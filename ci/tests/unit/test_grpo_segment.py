@@ -105,6 +105,7 @@ def test_shapes_are_checked():
         losses.grpo_segment_advantage(torch.ones(2, 3), torch.ones(2, 3), ["a"])
 
 
+@pytest.mark.hook("register-grpo-segment")
 @pytest.mark.parametrize("norm", [True, False])
 def test_through_verls_compute_advantage(hook, norm):
     """verl's generic branch passes the config, not the normalisation flag; both settings must arrive."""

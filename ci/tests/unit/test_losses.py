@@ -241,6 +241,7 @@ def test_correct_rows():
         losses.correct_rows(scores, 0.5, [True, False])
 
 
+@pytest.mark.hook("register-policy-losses")
 def test_registration_is_idempotent_and_refuses_a_taken_name(registered):
     registered.apply(core_algos)
     assert registered.installed(core_algos)
@@ -345,6 +346,7 @@ def test_micro_batch_columns():
     assert sorted(order) == list(range(ROWS)) != order
 
 
+@pytest.mark.hook("policy-loss-context")
 @pytest.mark.parametrize("loss_mode", ["pois", "sais"])
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("size", [1, 3, "dynamic"])

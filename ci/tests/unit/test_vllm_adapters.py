@@ -25,6 +25,7 @@ def core(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
+@pytest.mark.hook("segment-scheduler-by-class")
 @pytest.mark.parametrize("chosen", ["some.module.Chosen", Chosen])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_by_class_the_mixin_enters_after_the_workers_have_started(core, chosen, by_name):
