@@ -317,7 +317,7 @@ class Driver:
             self.policy.aborted(sample, flight.known, len(response), when)
 
     def _ended_alone(self, flight: Flight, when: float, outcome: str, response: list[int]) -> None:
-        """Finished, or aborted by a weight sync: then its client sleeps and submits it again, where it was."""
+        """Finished, or aborted by a weight sync: then its client sleeps and submits it again."""
         sample = flight.sample
         if outcome == Outcome.ABORT:
             self.responses[sample.key] = response
@@ -344,7 +344,9 @@ class Driver:
         """Clients whose sleep is over."""
         for key in [key for key, (due, _) in self.asleep.items() if due <= self.now]:
             _, flight = self.asleep.pop(key)
-            self._launch(flight.sample, flight.replica, self.responses[key], flight.boundary)
+            response = self.responses[key]
+            replica = self.policy.resumed(flight.sample, flight.replica, len(response), self.now)
+            self._launch(flight.sample, replica, response, flight.boundary)
 
     # Updates.
 

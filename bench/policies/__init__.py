@@ -224,6 +224,10 @@ class Policy:
     def aborted(self, sample: Sample, replica: int, tokens: int, now: float) -> None:
         self.left(replica)
 
+    def resumed(self, sample: Sample, replica: int, tokens: int, now: float) -> int:
+        """A weight sync aborted a response of so many tokens; returns where its client submits it again."""
+        return replica
+
     def weights_changed(self, now: float) -> None:
         pass
 

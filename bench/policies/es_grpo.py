@@ -216,9 +216,23 @@ class EsGrpo(Policy):
         answer = {"outcome": outcome, "rule": rule, "spans": [[self.version, made]], "boundaries": 0,
                   "logprob_sum": 0.0, "replica": str(member.replica), "arrived": self.now}
         action, = self.runs.on(rollout.AttemptEnded(name, number, self.now, made, self.limits.cap - tokens,
-                                                    answer=answer))
+                                                    aborted=outcome == Outcome.ABORT, answer=answer))
         if isinstance(action, rollout.Submit):
             member.length_class, member.may_move = action.fields["length_class"], action.fields["move"]
+
+    def resumed(self, sample, replica, tokens, now):
+        """The machine says of which class the next attempt is, as it does in the hooks, and it is placed by that."""
+        self.now = now
+        member = self.open[sample.group].running[sample.member]
+        self.attempt_ended(member, tokens, Outcome.ABORT)
+        fields = self.runs.fields(str(sample.group), sample.member)
+        member.length_class, member.may_move = fields["length_class"], fields["move"]
+        self.left(replica)
+        member.replica = self.pool.choose(member.length_class, replica)
+        self.pool.add(member.replica, 1)
+        self.runs.on(rollout.Placed(str(sample.group), sample.member, member.replica))
+        self.decisions[decisions.ROUTING] += member.replica != replica
+        return member.replica
 
     def finished(self, sample, replica, now):
         self.now = now

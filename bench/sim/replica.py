@@ -225,7 +225,7 @@ class Replica:
         """A weight sync: nothing decodes for `seconds`; unless requests are kept they are prefilled again, after their
         clients' sleep."""
         self.stall = max(self.stall, now) + seconds
-        if not keep and self.running:
+        if not keep and (self.running or self.waits):
             self.stall += ABORT_WAIT_S * sleeps
             for run in self.running.values():
                 self._prefill(now, run.sample.prompt_tokens, self.tokens_of(run))

@@ -298,8 +298,11 @@ class Simulation:
         keep = self.policy.sync == KEEP
         for replica in self.replicas:
             replica.advance(self.now)
-        for place, run in self.where.values():
-            self.ledger.reached(run.sample, self.replicas[place].tokens_of(run))
+        for place, run in list(self.where.values()):
+            tokens = self.replicas[place].tokens_of(run)
+            self.ledger.reached(run.sample, tokens)
+            if not keep:
+                self._resume(run, place, self.policy.resumed(run.sample, place, tokens, self.now))
         for number, replica in enumerate(self.replicas):
             self.windows.append(_window(replica, number))
             replica.occupancy.pause(True)
@@ -310,6 +313,13 @@ class Simulation:
         self.policy.weights_changed(self.now)
         self._new_version()
         self._settle()
+
+    def _resume(self, run: Run, old: int, new: int) -> None:
+        """An aborted response goes on at another replica; at its own it is prefilled there (`Replica.pause`)."""
+        if new != old:
+            run = Run(run.sample, self.replicas[old].take(run), None, False)
+            self.replicas[new].submit(run)
+            self.where[run.sample.key] = new, run
 
     def _new_version(self) -> None:
         """The staleness bound opens anew: what is begun and not trained counts against it, as in verl's rollouter."""

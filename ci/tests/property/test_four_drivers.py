@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bench.common import workload
 from bench.common.workload import Group, Sample
+from bench.policies import Policy
 from bench.policies.es_grpo import EsGrpo
 from ci.tests.property.lockstep import (
     Script,
@@ -36,11 +37,8 @@ RULES = {"resolved": {"resolved": {"enable": True, "null_prob": 1.0}, "audit": C
 NO_RULES = {"resolved": {"enable": False}, "audit": {"enable": False}}
 
 
-def overrides(prune: dict, keeps: bool = True, **more) -> dict:
-    """Without tail replicas where a weight sync aborts: the hooks then route a response anew by its class, while it
-    stays where it is in the benchmarks, whose policies never hear of it."""
-    routing = {} if keeps else {"routing": {"tail_share": 0.0}}
-    return {**BASE, "prune": {"repetition": {"enable": False}, **prune}, **routing, **more}
+def overrides(prune: dict, **more) -> dict:
+    return {**BASE, "prune": {"repetition": {"enable": False}, **prune}, **more}
 
 
 def groups_of(lengths: list[list[tuple[int, bool]]], past: bool = False) -> list[Group]:
@@ -70,7 +68,7 @@ def scripts(draw, prune):
     pairs = [(2 * number + 1, correct) for number, correct in zip(odd, right, strict=True)]
     lengths = [pairs[begin:begin + members] for begin in range(0, total, members)]
     keeps = draw(st.booleans())
-    return Script(groups_of(lengths), members, CAP, overrides(prune, keeps), groups_of(lengths[::-1], past=True),
+    return Script(groups_of(lengths), members, CAP, overrides(prune), groups_of(lengths[::-1], past=True),
                   per_update=draw(st.sampled_from([each for each in (1, 2, 4) if each <= count])), keeps=keeps)
 
 
@@ -140,7 +138,7 @@ def test_a_workload_is_decided_the_same_in_simulator_engine_benchmark_and_hooks(
               for index, group in enumerate(visits[count:])]
     apart_ = apart(groups)
     cap = 2 + max(sample.tokens for group in apart_ for sample in group.samples)
-    script = Script(apart_, members, cap, overrides(RULES["both"], keeps), past, per_update=2, keeps=keeps)
+    script = Script(apart_, members, cap, overrides(RULES["both"]), past, per_update=2, keeps=keeps)
     found = compare(script, ADVISED)
     outcomes = [story[-1] for group in found.values() for story in group.members.values()]
     assert {outcome for _, outcome, *_ in outcomes} == {"finish", "prune"} and len(outcomes) == members * count
@@ -176,3 +174,24 @@ def test_hooks_that_leave_an_action_out_are_found_out(monkeypatch):
     monkeypatch.setattr(group_driver.Driver, "_finish", finish)
     with pytest.raises(AssertionError):
         compare(ALIKE, ADVISED)
+
+
+# of the second group four have ended at 10, so that its last one is to move at the boundary at 12: a weight sync comes
+# before it, when the first group is whole at 11
+INTERRUPTED = Script(groups_of([[(1, True), (3, True), (5, True), (7, True), (11, True)],
+                                [(2, True), (6, True), (9, True), (10, True), (33, True)]]), 5, CAP,
+                     overrides(NO_RULES), keeps=False)
+
+
+def test_a_response_that_was_to_move_goes_where_it_belongs_when_a_weight_sync_aborts_it():
+    """It is placed anew anyway: at the boundary nobody moves it a second time."""
+    story = compare(INTERRUPTED, ADVISED)["1"]
+    assert ("tell", 4, True) in story.advice and [kind for kind, *_ in story.members[4]] == ["hand on", "record"]
+    kept = compare(dataclasses.replace(INTERRUPTED, keeps=True), ADVISED)["1"]
+    assert [kind for kind, *_ in kept.members[4]] == ["submit", "hand on", "record"]  # else it moves there
+
+
+def test_a_policy_that_resumes_where_it_was_is_found_out(monkeypatch):
+    monkeypatch.setattr(EsGrpo, "resumed", Policy.resumed)
+    with pytest.raises(AssertionError):
+        compare(INTERRUPTED, ADVISED)
