@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from bench import arm
+from bench.common import arm
 from ci import faults
 
 
