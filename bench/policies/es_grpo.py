@@ -18,11 +18,25 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from bench.common.workload import Group, Sample
-from bench.policies import ABORT, ASYNC, KEEP, SYNC, Action, Continue, EndStep, Load, Policy, Prune, Tell, Yield
+from bench.policies import (
+    ABORT,
+    ASYNC,
+    KEEP,
+    SYNC,
+    Action,
+    Continue,
+    EndStep,
+    Load,
+    Policy,
+    Prune,
+    Restart,
+    Tell,
+    Yield,
+)
 from esgrpo import config
 from esgrpo.algo import decisions, rollout
 from esgrpo.algo.audit import Audit
-from esgrpo.algo.carry_over import CarryOver, CarryOverError, Waiting
+from esgrpo.algo.carry_over import STALE, CarryOver, CarryOverError, Waiting
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.history import PromptHistory
 from esgrpo.algo.prompt_sampling import PromptSampler
@@ -57,13 +71,16 @@ class EsGrpo(Policy):
     with module B in the order of the data, as verl's asynchronous trainers begin a group when another one ends, and
     more than an update's (`over` times as many, as verl's num_warmup_batches adds them). An update takes the oldest
     whole groups; the others decode on. As verl's replay buffer does with max_off_policy_strategy=wait, an unfinished
-    group that is `bound` versions old is waited for, never dropped. The class that watches verl's pool watches this one
-    too (algo.carry_over), and nothing may be odd here. What is carried stays in its engine, which takes standalone
+    group that is `bound` versions old is waited for, never dropped; with drop ("es-grpo/ABD+drop") nobody is waited
+    for, and a whole group that is older is dropped, another prompt begins in its place (verl's default, see
+    bench.policies.carry.ColocateAsync). The class that watches verl's pool watches this one too (algo.carry_over), and
+    nothing may be odd here. What is carried stays in its engine, which takes standalone
     replicas; under a colocated trainer it is aborted and resumed at once ("es-grpo/ABD+abort").
     """
 
     name = "es-grpo"
     carries, over, bound = True, 2.0, 7  # versions beyond the first: verl's max_off_policy_threshold is 8 by default
+    drops = False  # max_off_policy_strategy=drop
     modules = ROUTING + KEPT + ELASTIC
     overrides: dict = {}  # of the elastic profile
     holds = False  # requests wait in the queue for a free place, not in an engine
@@ -95,7 +112,8 @@ class EsGrpo(Policy):
         self.carried: CarryOver | None = None
         self.born: dict[int, int] = {}  # version in which a group that is not trained began
         if carries:
-            self.carried = CarryOver(None if self.bound is None else self.bound + 1, drops=False)
+            self.carried = CarryOver(None if self.bound is None else self.bound + 1, self.drops)
+            self.dropped: dict[str, str] = {}  # in this step, and why
             self.fresh = self.wanted()
 
     def settings_of_modules(self) -> config.Segment:
@@ -147,7 +165,7 @@ class EsGrpo(Policy):
 
     def place(self, now: float, load: Load) -> list[Action]:
         self.now = now
-        actions = self.look(load) if self.asked else []
+        actions = [*self.drop_old(), *(self.look(load) if self.asked else [])]
         while self.moving:
             member, tokens = self.moving.pop(0)
             actions.append(self.start(member, tokens))
@@ -299,8 +317,20 @@ class EsGrpo(Policy):
 
     # updates
 
+    def drop_old(self) -> list[Action]:
+        """Whole groups that are older than an update takes them."""
+        if self.carried is None or not self.drops or self.bound is None:
+            return []
+        old = [index for index in self.whole if self.version - self.born[index] > self.bound]
+        for index in old:
+            self.whole.remove(index)
+            del self.born[index]
+            self.dropped[str(index)] = STALE
+        self.fresh += len(old)
+        return [*map(Restart, old)]
+
     def step_is_over(self) -> bool:
-        late = self.carried is not None and self.bound is not None and any(
+        late = self.carried is not None and not self.drops and self.bound is not None and any(
             self.version - self.born[index] >= self.bound for index in self.open)
         return super().step_is_over() and not late
 
@@ -316,7 +346,8 @@ class EsGrpo(Policy):
         action = super().end_step()
         trained = {str(index): self.born.pop(index) for index in action.groups}
         self.carried.settle(self.version, trained, {str(index): Waiting(born, index not in self.open)
-                                                    for index, born in self.born.items()})
+                                                    for index, born in self.born.items()}, self.dropped)
+        self.dropped = {}
         for kind, groups in self.carried.oddities.items():
             if groups:
                 raise CarryOverError(f"groups {groups} are {kind}")
@@ -343,6 +374,7 @@ CHANGES = {"hold": {"holds": True},
            "longest": {"orders_carried": True},
            "abort": {"keeps": False},
            "unbounded": {"bound": None},
+           "drop": {"drops": True},
            **{f"bound-{versions}": {"bound": versions} for versions in range(1, 9)},
            **{f"over-{factor}": {"over": factor} for factor in (1.25, 1.5, 3.0)},
            "few-tails": {"overrides": {"routing": {"tail_share": 0.25, "tail_quantile": 0.95}}},

@@ -40,7 +40,8 @@ NO_HELP = 1.01  # below this ratio a setting is listed as one where ES-GRPO does
 STEADY = 24  # updates after which the end of a run hardly counts
 BARRIER = ("verl", "colocate_async", "colocate_async/wait", "ulorl", "april/1.5", "april", "april/3", "rollpacker",
            "es-grpo", *(f"es-grpo/ABD+{change}" for change in (
-               "barrier", "bound-1", "bound-2", "bound-4", "unbounded", "over-3.0+unbounded", "abort", "tails")))
+               "barrier", "bound-1", "bound-1+drop", "bound-2", "bound-2+drop", "bound-4", "drop", "unbounded",
+               "over-3.0+unbounded", "abort", "tails")))
 FREE = 1e9  # prefilled tokens per second: nothing is lost by an abort but its sleep
 SCARCE = 300_000  # KV tokens of a replica: about a third of what its 256 requests grow to
 SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/ABD+tails")}  # april: the best rival there
