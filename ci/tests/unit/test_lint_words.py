@@ -61,12 +61,12 @@ def test_words_are_those_of_bash(name, tmp_path):
 
 
 CUT = {
-    "blank line": ("a.b=1 \\\n\n    c.d=2 e.f=3", "a blank line after the continuation"),
-    "line of blanks": ("a.b=1 \\\n   \n    c.d=2 e.f=3", "a blank line after the continuation"),
-    "comment": ("a.b=1 \\\n    # x \\\n    c.d=2 e.f=3", "a comment after the continuation"),
-    "blank behind the backslash": ("a.b=1 \\ \n    c.d=2 e.f=3", "a blank after the backslash"),
-    "no backslash": ("a.b=1\n    c.d=2 e.f=3", "no backslash at the end of the line"),
-    "glued": ("a.b=1\\\n\n    c.d=2 e.f=3", "a blank line after the continuation"),
+    "blank line": ("a.b=1 \\\n\n    c.d=2 e.f=3", "blank_line_after_continuation"),
+    "line of blanks": ("a.b=1 \\\n   \n    c.d=2 e.f=3", "blank_line_after_continuation"),
+    "comment": ("a.b=1 \\\n    # x \\\n    c.d=2 e.f=3", "comment_after_continuation"),
+    "blank behind the backslash": ("a.b=1 \\ \n    c.d=2 e.f=3", "blank_after_backslash"),
+    "no backslash": ("a.b=1\n    c.d=2 e.f=3", "no_backslash"),
+    "glued": ("a.b=1\\\n\n    c.d=2 e.f=3", "blank_line_after_continuation"),
 }
 
 

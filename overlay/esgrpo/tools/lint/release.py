@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata, util
 from pathlib import Path
 
@@ -23,23 +23,39 @@ from esgrpo.tools import upstreams
 
 HYDRA_MAIN = re.compile(r"@hydra\.main\(\s*config_path=[\"']([^\"']*)[\"'],\s*config_name=[\"']([^\"']*)[\"']")
 COMPOSE_TIMEOUT_S = 120
-LEGACY_MODULES = "recipe."  # where verl up to 0.7.0 kept the asynchronous mains
+LEGACY_MODULES = ("recipe.fully_async_policy.", "recipe.one_step_off_policy.")  # mains of verl up to 0.7.0
 LEGACY_RELEASE = "0.7.0"
+REQUIRED = "REQUIRED_VERL.txt"  # in the directories of verl-recipe
+# what it may name, the most specific first; a reproduction's or an option's comes before the branch that rolls on
+REQUIRED_KEYS = ("TAG", "COMMIT", "VERL_COMMIT", "ROLLING_VERL_COMMIT", "OPTION_A_TAG", "REPRODUCTION_COMMIT")
+MAX_ABOVE = 6  # directories above a script that are looked at
+VERL_URL = "https://github.com/verl-project/verl.git"
 
 
 @dataclass(frozen=True)
 class Release:
-    """`root` is the directory that holds the package verl."""
+    """`root` is the directory that holds the package verl; `why` is the name in findings.toml of what chose it.
+
+    `beside` are directories of the user's own that modules of a launch may lie in, the script's and those above it.
+    """
 
     version: str
     root: Path
+    why: str = "judged_given"
+    asked_in: str = ""  # the file that asks for this release
+    beside: tuple[Path, ...] = ()
+
+    def file(self, module: str) -> Path | None:
+        """The source of a main: in the release, else beside the script; a recipe's repository is the package recipe."""
+        names = [module, *([module.removeprefix("recipe.")] if module.startswith("recipe.") else [])]
+        places = [self.root, *(() if module.startswith("verl.") else self.beside)]
+        files = (place.joinpath(*name.split(".")).with_suffix(".py") for place in places for name in names)
+        return next((file for file in files if file.is_file()), None)
 
     def main(self, module: str) -> tuple[Path, str] | None:
-        """(config directory, config name) of a main; None when the release has no such module."""
-        file = self.root.joinpath(*module.split(".")).with_suffix(".py")
-        if not file.is_file():
-            return None
-        found = HYDRA_MAIN.search(file.read_text(encoding="utf-8"))
+        """(config directory, config name) of a main; None when there is no such module, or none that Hydra starts."""
+        file = self.file(module)
+        found = HYDRA_MAIN.search(file.read_text(encoding="utf-8")) if file else None
         return ((file.parent / found.group(1)).resolve(), found.group(2)) if found else None
 
     def mains(self) -> list[str]:
@@ -50,15 +66,12 @@ class Release:
             ".".join(file.relative_to(self.root).with_suffix("").parts)
             for folder in ("verl", "recipe") for file in (self.root / folder).rglob("fully_async_main.py"))
 
-    @functools.cached_property
+    @property
     def names(self) -> frozenset[str]:
-        """Every identifier in the Python and YAML files of the release: a key that is not here is read by nobody."""
-        found: set[str] = set()
-        for folder in ("verl", "recipe"):
-            for file in (self.root / folder).rglob("*"):
-                if file.suffix in (".py", ".yaml") and file.is_file():
-                    found.update(re.findall(r"[A-Za-z_]\w*", file.read_text(encoding="utf-8", errors="replace")))
-        return frozenset(found)
+        """Every identifier in the Python and YAML files of the release, and of a recipe beside the script: a key
+        that is not here is read by nobody."""
+        own = [folder for folder in self.beside if (folder / REQUIRED).is_file()][:1]
+        return frozenset().union(*map(_identifiers, (self.root / "verl", self.root / "recipe", *own)))
 
     @functools.cached_property
     def fields(self) -> dict[str, frozenset[str] | None]:
@@ -100,6 +113,16 @@ class Release:
                               "nothing could be composed", "check --config-path and --config-name")
         return json.loads(done.stdout)
 
+    def has_patch(self, slug: str) -> bool:
+        """Whether ./apply.sh put this git patch into the tree: told by the hashes of the files that it touches."""
+        from esgrpo.tools import apply, patchset
+
+        directory = apply.PATCHES / "verl" / f"v{self.version}"
+        if not (directory / "UPSTREAM").is_file():
+            return False
+        found = patchset.survey(patchset.load(directory), self.root)
+        return slug in found.patches.slugs and found.state(slug) == "applied"
+
     @property
     def flash_default(self) -> bool:
         """MindSpeed's engine sets use_flash_attn from 0.7.1 on; the workers of 0.7.0 do with our patch."""
@@ -114,6 +137,15 @@ class Release:
                          for name in re.findall(r"^\s*-?\s*([A-Za-z_]\w*)\s*:", file.read_text(encoding="utf-8"), re.M))
 
 
+@functools.cache
+def _identifiers(folder: Path) -> frozenset[str]:
+    found: set[str] = set()
+    for file in folder.rglob("*"):
+        if file.suffix in (".py", ".yaml") and file.is_file():
+            found.update(re.findall(r"[A-Za-z_]\w*", file.read_text(encoding="utf-8", errors="replace")))
+    return frozenset(found)
+
+
 def installed() -> Release | None:
     """The verl of this interpreter, without importing it."""
     spec = util.find_spec("verl")
@@ -121,9 +153,9 @@ def installed() -> Release | None:
         return None
     root = Path(next(iter(spec.submodule_search_locations))).parent
     try:
-        return Release(engine.public_version(metadata.version("verl")), root)
+        return Release(engine.public_version(metadata.version("verl")), root, "judged_installed")
     except metadata.PackageNotFoundError:
-        return checkout(root)
+        return replace(checkout(root), why="judged_installed")
 
 
 def checkout(root: Path) -> Release:
@@ -135,19 +167,59 @@ def checkout(root: Path) -> Release:
     return Release(engine.public_version(version.read_text(encoding="utf-8").strip()), root.resolve())
 
 
-def find(wanted: str | None, module: str) -> Release:
-    """`wanted` is a version or a checkout; without it the installed verl, or the pinned one that has such mains."""
+def required_by(file: Path) -> str:
+    """The release or commit of verl that a recipe's REQUIRED_VERL.txt names; empty when it names none."""
+    said = dict(line.split("=", 1) for line in file.read_text(encoding="utf-8").splitlines()
+                if "=" in line and not line.startswith("#"))
+    found = next((said[key].strip() for key in REQUIRED_KEYS if said.get(key, "").strip()), "")
+    return found.removeprefix("v") if re.fullmatch(r"v\d[\w.]*", found) else found
+
+
+def _above(script: Path | None) -> list[Path]:
+    """The script's directory and those above it, up to the root of its repository."""
+    found: list[Path] = []
+    for folder in script.resolve().parents if script else ():
+        found.append(folder)
+        if (folder / ".git").exists() or len(found) == MAX_ABOVE:
+            break
+    return found
+
+
+def find(wanted: str | None, module: str, script: Path | None = None) -> Release:
+    """The release to judge a launch by: --verl, what the recipe asks for, the checkout that the script lies in, the
+    installed one, or a pinned one that has such mains. Raises upstreams.Unavailable where its sources cannot be had."""
+    above = _above(script)
+    return replace(_find(wanted, module, above), beside=tuple(above))
+
+
+def _find(wanted: str | None, module: str, above: list[Path]) -> Release:
     if wanted and Path(wanted).is_dir():
         return checkout(Path(wanted))
-    here = installed()
-    fits = here and (here.version == wanted if wanted else here.main(module) or not is_legacy(module))
-    if fits:
-        return here
+    here, why, asked_in = installed(), "judged_given", ""
+    if not wanted:
+        file = next((folder / REQUIRED for folder in above if (folder / REQUIRED).is_file()), None)
+        wanted = required_by(file) if file else None
+        why, asked_in = ("judged_required", REQUIRED) if wanted else (why, "")
+    if not wanted:
+        around = next((folder for folder in above if (folder / "verl" / "version" / "version").is_file()), None)
+        if around is not None:
+            return replace(checkout(around), why="judged_checkout")
+    if here and (here.version == wanted if wanted else here.main(module) or not is_legacy(module)):
+        return replace(here, why=why, asked_in=asked_in) if wanted else here
     if not wanted:
         pinned = {row.versions["verl"] for row in compat.load() if "verl" in row.versions}
         wanted = LEGACY_RELEASE if is_legacy(module) else max(pinned, key=lambda v: [int(p) for p in v.split(".")])
-    return Release(wanted, upstreams.sources("verl", wanted, say=say))
+        why = "judged_legacy" if is_legacy(module) else "judged_newest"
+    return Release(wanted, upstreams.sources("verl", wanted, say=say), why, asked_in)
 
 
 def is_legacy(module: str) -> bool:
+    """A main that verl up to 0.7.0 kept under recipe/ and later releases have elsewhere."""
     return module.startswith(LEGACY_MODULES)
+
+
+def commands(version: str) -> str:
+    """The two commands that fetch a release of verl with its recipes."""
+    tag = version if upstreams.COMMIT.fullmatch(version) else f"v{version}"
+    return (f"git clone {VERL_URL} verl && git -C verl checkout {tag}; "
+            "git -C verl submodule update --init --recursive recipe")

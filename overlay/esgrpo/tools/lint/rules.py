@@ -3,15 +3,40 @@ what is wrong, what to do). A value that only the environment knows silences the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from esgrpo import compat
+from esgrpo.tools import language
 from esgrpo.tools.lint.expansion import is_unknown
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 ACTOR, ROLLOUT, ASYNC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "async_training"
 Found = tuple[str, str, str, str]
+FILE = Path(__file__).with_name("findings.toml")
+HCCL_PATCH = "sync-weights-over-stateless-group"
+PATCHES = (HCCL_PATCH,)  # git patches that a rule asks for
 PLACEHOLDER = "esgrpo_unknown"  # stands in the composed config for what only the environment knows
+
+
+_findings = functools.cache(lambda: compat.toml(FILE))
+
+
+def said(name: str, /, **values) -> tuple[str, str]:
+    """(problem, what to do) of a finding in the language that is spoken. Raises KeyError for a name it has not."""
+    table = _findings()[name]
+    return language.of(table, "problem").format(**values), language.of(table, "todo").format(**values)
+
+
+def phrase(name: str, /, **values) -> str:
+    """A part of a sentence."""
+    return said(name, **values)[0]
+
+
+def found(severity: str, key: str, name: str, /, **values) -> Found:
+    return severity, key, *said(name, **values)
 
 
 @dataclass(frozen=True)
@@ -24,6 +49,7 @@ class Config:
     version: str
     device: str  # cuda, npu, cpu; "" when not said
     flash_default: bool  # MindSpeed gets use_flash_attn without being told
+    patches: frozenset[str] = frozenset()  # of PATCHES, those that the source has
 
     def get(self, key: str, default=None):
         """None for what is missing or not known."""
@@ -55,7 +81,8 @@ class Config:
 
     @property
     def fully_async(self) -> bool:
-        return isinstance(self.get(ASYNC), dict)
+        """A single key in async_training, as recipe/partial_rollout adds one, makes no fully-async run."""
+        return isinstance(self.get(ASYNC), dict) and "staleness_threshold" in self.get(ASYNC)
 
     @property
     def one_step_off(self) -> bool:
@@ -78,18 +105,16 @@ def fully_async_contract(c: Config) -> Iterator[Found]:
     wanted = {"data.train_batch_size": 0, "data.gen_batch_size": 1, "actor_rollout_ref.hybrid_engine": False,
               f"{ROLLOUT}.mode": "async", f"{ROLLOUT}.calculate_log_probs": True}
     for key, value in wanted.items():
-        found = c.get(key)
-        if found is not None and found != value:
-            yield ERROR, key, f"{found}, but the fully-async rollouter asserts {value}", f"set {key}={value}"
+        given = c.get(key)
+        if given is not None and given != value:
+            yield found(ERROR, key, "contract", found=given, key=key, value=value)
     staleness, steps = c.number(f"{ASYNC}.staleness_threshold"), c.number(f"{ASYNC}.trigger_parameter_sync_step")
     if staleness is not None and staleness < 0:
-        yield ERROR, f"{ASYNC}.staleness_threshold", f"{staleness}, but it must not be negative", "set it to 0 or more"
+        yield found(ERROR, f"{ASYNC}.staleness_threshold", "negative_staleness", found=staleness)
     if steps is not None and steps < 1:
-        yield ERROR, f"{ASYNC}.trigger_parameter_sync_step", f"{steps}, but it must be at least 1", "set it to 1"
+        yield found(ERROR, f"{ASYNC}.trigger_parameter_sync_step", "no_sync_step", found=steps)
     if staleness == 0 and c.get(f"{ASYNC}.partial_rollout"):
-        yield (WARNING, f"{ASYNC}.partial_rollout", "True never takes effect with staleness_threshold=0: the rollouter "
-               "ends every sample before a weight sync, so there is nothing to interrupt",
-               "set staleness_threshold above 0, or partial_rollout=False")
+        yield found(WARNING, f"{ASYNC}.partial_rollout", "partial_without_staleness")
 
 
 def syncs(c: Config) -> Iterator[Found]:
@@ -99,24 +124,20 @@ def syncs(c: Config) -> Iterator[Found]:
     if c.fully_async and sizes:
         mini, batches, steps, total = sizes
         if mini * batches * steps > total:
-            yield (WARNING, f"{ASYNC}.trigger_parameter_sync_step",
-                   f"one weight sync takes {mini} x {batches} x {steps} = {mini * batches * steps} samples, but "
-                   f"rollout.total_rollout_steps ends the run after {total}: no sync ever happens",
-                   "raise total_rollout_steps, or lower one of the factors")
+            yield found(WARNING, f"{ASYNC}.trigger_parameter_sync_step", "never_syncs", mini=mini, batches=batches,
+                        steps=steps, product=mini * batches * steps, total=total)
     if c.get(f"{ASYNC}.checkpoint_engine.enable") is False:
         for name in ("device_buffer_size_M", "overlap_broadcast_and_consume"):
             if f"{ASYNC}.checkpoint_engine.{name}" in c.given:
-                yield (WARNING, f"{ASYNC}.checkpoint_engine.{name}",
-                       "never takes effect while checkpoint_engine.enable=False", "enable the engine or drop it")
+                yield found(WARNING, f"{ASYNC}.checkpoint_engine.{name}", "engine_off")
     if c.get(f"{ASYNC}.use_dynamic_resource_scheduling") is False:
         for key in sorted(k for k in c.given if k.startswith(f"{ASYNC}.dynamic_schedule_")):
-            yield (WARNING, key, "never takes effect while use_dynamic_resource_scheduling=False",
-                   f"set {ASYNC}.use_dynamic_resource_scheduling=True or drop it")
+            yield found(WARNING, key, "scheduling_off")
     mode = c.get("trainer.v1.trainer_mode")
     for key in sorted(k for k in c.given if k.startswith(("trainer.v1.colocate_async.", "trainer.v1.separate_async."))):
         if not c.v1 or (mode and key.split(".")[2] != mode):
-            yield (WARNING, key, f"never takes effect with trainer.use_v1={c.get('trainer.use_v1')} and "
-                   f"trainer.v1.trainer_mode={mode}", f"set trainer.v1.trainer_mode={key.split('.')[2]} or drop it")
+            yield found(WARNING, key, "other_trainer_mode", v1=c.get("trainer.use_v1"), mode=mode,
+                        wanted=key.split(".")[2])
 
 
 def model_parallel(c: Config) -> int | None:
@@ -145,47 +166,68 @@ def batches(c: Config) -> Iterator[Found]:
     mini, n = c.number(f"{ACTOR}.ppo_mini_batch_size"), c.number(f"{ROLLOUT}.n")
     train = c.number("data.train_batch_size")
     if train and mini and not c.fully_async and train < mini:
-        yield (ERROR if c.get(f"{ACTOR}.use_dynamic_bsz") is False else WARNING, f"{ACTOR}.ppo_mini_batch_size",
-               f"{mini} prompts, but data.train_batch_size has only {train}", "lower it to the batch or below")
+        yield found(ERROR if c.get(f"{ACTOR}.use_dynamic_bsz") is False else WARNING, f"{ACTOR}.ppo_mini_batch_size",
+                    "mini_batch_above_batch", mini=mini, train=train)
     if not world or not together:
         return
     devices = world[0] * world[1]
     if devices % together:
-        yield (ERROR, "trainer.n_gpus_per_node", f"{devices} accelerators cannot be divided among copies of "
-               f"{together} (model, pipeline, context and sequence parallelism)",
-               "change the parallel sizes or the number of accelerators")
+        yield found(ERROR, "trainer.n_gpus_per_node", "model_copies", devices=devices, together=together)
         return
     ranks = devices // together
     if mini and n and (mini * n) % ranks:
-        yield (ERROR if mini * n < ranks else WARNING, f"{ACTOR}.ppo_mini_batch_size",
-               f"{mini} prompts x {n} responses = {mini * n} rows cannot be divided among {ranks} data-parallel ranks",
-               f"make ppo_mini_batch_size x n a multiple of {ranks}")
+        yield found(ERROR if mini * n < ranks else WARNING, f"{ACTOR}.ppo_mini_batch_size", "rows_per_rank", mini=mini,
+                    n=n, rows=mini * n, ranks=ranks)
+
+
+def replicas(c: Config) -> Iterator[Found]:
+    """Accelerators of one inference replica against those that rollout has: world_size // rollout_world_size."""
+    if c.get(f"{ROLLOUT}.name") not in ("vllm", "sglang"):
+        return
+    names = [name for name in ("tensor_model", "data", "pipeline_model")
+             if (c.number(f"{ROLLOUT}.{name}_parallel_size") or 1) > 1]
+    if not all(c.is_known(f"{ROLLOUT}.{name}_parallel_size") for name in ("tensor_model", "data", "pipeline_model")):
+        return
+    size = 1
+    for name in names:
+        size *= c.number(f"{ROLLOUT}.{name}_parallel_size")
+    separate = c.v1 and c.get("trainer.v1.trainer_mode") == "separate_async"
+    place = ROLLOUT if separate else "rollout" if c.fully_async or c.one_step_off else "trainer"
+    world = c.numbers(f"{place}.nnodes", f"{place}.n_gpus_per_node")
+    if not world or world[0] * world[1] < 1 or c.get(f"{ROLLOUT}.disaggregation.enabled"):
+        return
+    devices = world[0] * world[1]
+    values = {"size": size, "devices": devices, "source": f"{place}.nnodes x n_gpus_per_node",
+              "parts": " x ".join(f"{name}_parallel_size={c.number(f'{ROLLOUT}.{name}_parallel_size')}"
+                                  for name in names)}
+    if size > devices:
+        yield found(ERROR, f"{ROLLOUT}.tensor_model_parallel_size", "replica_above_devices", **values)
+    elif devices % size:
+        yield found(WARNING, f"{ROLLOUT}.tensor_model_parallel_size", "replica_leaves_devices", rest=devices % size,
+                    **values)
 
 
 def lengths(c: Config) -> Iterator[Found]:
     """Response lengths against what vLLM and the trainer can take at once."""
+    share = c.number(f"{ROLLOUT}.gpu_memory_utilization")
+    if c.get(f"{ROLLOUT}.name") == "vllm" and share is not None and not 0 < share <= 1:
+        yield found(ERROR, f"{ROLLOUT}.gpu_memory_utilization", "memory_share", found=share)
     sizes = c.numbers("data.max_prompt_length", "data.max_response_length")
     if not sizes:
         return
     longest = sum(sizes)
+    parts = {"prompt": sizes[0], "response": sizes[1], "longest": longest}
     batched = c.number(f"{ROLLOUT}.max_num_batched_tokens")
     model = c.number(f"{ROLLOUT}.max_model_len")
     if c.get(f"{ROLLOUT}.name") == "vllm" and model and model < longest:
-        yield (WARNING, f"{ROLLOUT}.max_model_len", f"{model} tokens, but prompt and response may have "
-               f"{sizes[0]} + {sizes[1]} = {longest}: responses end early, and never by their own choice",
-               f"set it to {longest} or drop it")
+        yield found(WARNING, f"{ROLLOUT}.max_model_len", "short_model_length", model=model, **parts)
     if c.get(f"{ROLLOUT}.name") == "vllm" and batched and batched < longest \
             and c.get(f"{ROLLOUT}.enable_chunked_prefill") is False:
-        yield (WARNING, f"{ROLLOUT}.max_num_batched_tokens", f"{batched} tokens without chunked prefill, but prompt "
-               f"and response may have {sizes[0]} + {sizes[1]} = {longest}: vLLM refuses a max_model_len above it, "
-               "and an interrupted response could not be prefilled again",
-               f"set enable_chunked_prefill=True, or max_num_batched_tokens={longest}")
+        yield found(WARNING, f"{ROLLOUT}.max_num_batched_tokens", "short_batched_tokens", batched=batched, **parts)
     ranks, limit = sequence_parallel(c), c.number(f"{ACTOR}.ppo_max_token_len_per_gpu")
     if c.get(f"{ACTOR}.use_dynamic_bsz") and limit and ranks and limit * ranks < longest:
-        yield (WARNING, f"{ACTOR}.ppo_max_token_len_per_gpu",
-               f"{limit} tokens x {ranks} ranks of a sequence, but one row may have {longest}: the update of the first "
-               "long row fails (max_token_len must be greater than the sequence length)",
-               f"set it to at least {-(-longest // ranks)}")
+        yield found(WARNING, f"{ACTOR}.ppo_max_token_len_per_gpu", "short_micro_batch", limit=limit, ranks=ranks,
+                    longest=longest, least=-(-longest // ranks))
 
 
 def losses(c: Config) -> Iterator[Found]:
@@ -196,19 +238,46 @@ def losses(c: Config) -> Iterator[Found]:
     if mode == "bypass_mode" or correction.get("bypass_mode") is True and not c.fully_async:
         wanting.append("bypass_mode")
     if wanting and c.get(f"{ROLLOUT}.calculate_log_probs") is False:
-        yield (ERROR, f"{ROLLOUT}.calculate_log_probs", "False, but algorithm.rollout_correction."
-               f"{wanting[0]} needs the log-probs of the rollout", f"set {ROLLOUT}.calculate_log_probs=True")
+        yield found(ERROR, f"{ROLLOUT}.calculate_log_probs", "needs_log_probs", reader=wanting[0])
     if c.get(f"{ASYNC}.compute_prox_log_prob") and c.get(f"{ASYNC}.use_rollout_log_probs") is False:
-        yield (WARNING, f"{ASYNC}.compute_prox_log_prob", "True with use_rollout_log_probs=False computes log-probs "
-               "that nothing reads", f"set {ASYNC}.use_rollout_log_probs=True or drop it")
-    distilled = c.get("distillation.enabled")
-    if c.get("algorithm.adv_estimator") == "grpo" and c.number(f"{ROLLOUT}.n") == 1 and not distilled:
-        yield (WARNING, f"{ROLLOUT}.n", "1 response a prompt, so GRPO has no group to compare with",
-               f"set {ROLLOUT}.n to 2 or more")
+        yield found(WARNING, f"{ASYNC}.compute_prox_log_prob", "log_probs_unread")
+    n = c.number(f"{ROLLOUT}.n")
+    if c.get("algorithm.adv_estimator") == "grpo" and n == 1 and not c.get("distillation.enabled"):
+        yield found(WARNING, f"{ROLLOUT}.n", "group_of_one")
+    if c.number(f"{ROLLOUT}.temperature") == 0 and n and n > 1:
+        yield found(WARNING, f"{ROLLOUT}.temperature", "greedy_group", n=n)
     same = c.get(f"{ACTOR}.strategy"), c.get("critic.strategy")
     if c.fully_async and c.version.startswith("0.7.0") and None not in same and same[0] != same[1]:
-        yield (ERROR, "critic.strategy", f"{same[1]}, but fully_async_main asserts that it is the actor's {same[0]}",
-               f"set critic.strategy={same[0]}")
+        yield found(ERROR, "critic.strategy", "critic_strategy", critic=same[1], actor=same[0])
+
+
+RATIO_LOSSES = ("vanilla", "gspo", "clip_cov")  # they clip the ratio itself; cispo's upper bound is meant to be large
+LEAST_LOW, LEAST_HIGH, MOST_HIGH = 0.5, 1.0, 2.0  # 0.8 and 1.2 are bounds, 0.2 and 0.28 distances from 1
+
+
+def clipping(c: Config) -> Iterator[Found]:
+    """Clip ratios written as bounds of the ratio where verl wants distances from 1."""
+    low = c.number(f"{ACTOR}.clip_ratio_low")
+    high = c.number(f"{ACTOR}.clip_ratio_high")
+    if None in (low, high) or c.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla") not in RATIO_LOSSES:
+        return
+    as_low, as_high = LEAST_LOW <= low <= 1, LEAST_HIGH <= high < MOST_HIGH
+    for key, wrong in (("clip_ratio_low", as_low), ("clip_ratio_high", as_high and not as_low)):
+        if wrong and f"{ACTOR}.{key}" in c.given:
+            yield found(WARNING, f"{ACTOR}.{key}", "clip_as_factor", lower=1 - low, upper=1 + high, low=low, high=high,
+                        meant_low=1 - low if as_low else low, meant_high=high - 1 if as_high else high)
+
+
+def resuming(c: Config) -> Iterator[Found]:
+    """_load_checkpoint of verl's trainers: assertions on the path, which is read in one mode only."""
+    mode, key = c.get("trainer.resume_mode"), "trainer.resume_from_path"
+    path = c.get(key)
+    if mode == "resume_path" and c.is_known(key) and not isinstance(path, str):
+        yield found(ERROR, "trainer.resume_mode", "resume_without_path")
+    elif mode == "resume_path" and path and "global_step_" not in path:
+        yield found(ERROR, key, "resume_without_step", path=path)
+    elif mode in ("auto", "disable") and key in c.given and path:
+        yield found(WARNING, key, "resume_unread", mode=mode)
 
 
 def npu(c: Config) -> Iterator[Found]:
@@ -222,12 +291,10 @@ def npu(c: Config) -> Iterator[Found]:
         for role, used in roles.items():
             key = f"{role}.megatron.override_transformer_config"
             if used and not (c.get(key) or {}).get("use_flash_attn"):
-                yield (ERROR, f"{key}.use_flash_attn", "not set: MindSpeed stops with 'Please set micro_batch_size or "
-                       "set use_flash_attn=True'", f"add +{key}.use_flash_attn=True, or apply the patch "
-                       "default-flash-attention-under-mindspeed (./apply.sh)")
-    if c.version.startswith("0.7.0") and (c.fully_async or c.one_step_off):
-        yield (NOTE, "trainer.device", "npu: the weight sync of this release asks Ray for a group that it has not for "
-               "HCCL", "apply the patches of verl v0.7.0 and the HCCL collective of ray (./apply.sh)")
+                yield found(ERROR, f"{key}.use_flash_attn", "flash_attention", key=f"{key}.use_flash_attn")
+    # one_step_off_policy of that release makes its group with vllm-ascend's pyhccl, without Ray
+    if c.version.startswith("0.7.0") and c.fully_async and HCCL_PATCH not in c.patches:
+        yield found(NOTE, "trainer.device", "hccl_group")
 
 
 def overlay_main(c: Config) -> Iterator[Found]:
@@ -235,9 +302,7 @@ def overlay_main(c: Config) -> Iterator[Found]:
     if c.get(f"{ROLLOUT}.segment") is None and c.get(f"{ACTOR}.policy_loss.loss_mode") not in ("pois", "sais"):
         return
     if not c.fully_async and not c.v1:
-        yield (ERROR, f"{ROLLOUT}.segment", f"the overlay has no place in {c.module}: it knows the fully-async main "
-               "and the v1 trainers, and refuses to start others", "use fully_async_main, or main_ppo with "
-               "trainer.use_v1=True (verl 0.9.1), or drop segment.*")
+        yield found(ERROR, f"{ROLLOUT}.segment", "overlay_main", module=c.module)
 
 
 RAY_SLOTS, CONTROL_SLOTS = 1000, 16  # RolloutReplica.max_concurrency: calls that a vLLM server runs at once
@@ -246,12 +311,13 @@ DEFAULT_CONCURRENT = 16  # prompts a replica, where async_training.concurrent_sa
 
 def server_slots(c: Config) -> Iterator[Found]:
     """A response holds a slot of its server's Ray actor until it is whole; control calls need one as well."""
-    if c.get(f"{ROLLOUT}.segment"):
-        return  # started with the overlay, whose hook server-slots raises the limit
+    if c.get(f"{ROLLOUT}.segment") and not c.version.startswith("0.7"):
+        return  # started with the overlay, whose hook server-slots raises the limit from verl 0.9 on
     n, most = c.number(f"{ROLLOUT}.n"), max(RAY_SLOTS, (c.number(f"{ROLLOUT}.max_num_seqs") or 0) + CONTROL_SLOTS)
     if c.fully_async:
         key = f"{ASYNC}.concurrent_samples_per_replica"
         waiting = (c.number(key) or DEFAULT_CONCURRENT) * (c.number("rollout.n") or n or 0)
+        key = key if key in c.given else f"{ROLLOUT}.n"
     elif c.v1 and c.get("trainer.v1.trainer_mode") in ("colocate_async", "separate_async"):
         key, mode = "data.train_batch_size", c.get("trainer.v1.trainer_mode")
         place = ROLLOUT if mode == "separate_async" else "trainer"
@@ -264,13 +330,12 @@ def server_slots(c: Config) -> Iterator[Found]:
     else:
         return  # nothing is aborted or synced while responses are being generated
     if waiting > most:
-        yield (WARNING, key, f"{waiting:.0f} responses are in flight on a replica and its Ray actor runs {most} calls "
-               "at once: the calls of a weight sync find no slot, and the run hangs",
-               "use more replicas or a smaller batch, or start with esgrpo run, which gives them room (server-slots)")
+        yield found(WARNING, key, "server_slots", waiting=waiting, most=most)
 
 
-RULES = (fully_async_contract, syncs, batches, lengths, losses, npu, server_slots, overlay_main)
+RULES = (fully_async_contract, syncs, batches, replicas, lengths, losses, clipping, resuming, npu, server_slots,
+         overlay_main)
 
 
 def check(config: Config) -> list[Found]:
-    return [found for rule in RULES for found in rule(config)]
+    return [finding for rule in RULES for finding in rule(config)]

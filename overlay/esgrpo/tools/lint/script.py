@@ -8,6 +8,7 @@ file but sourced ones is read.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import operator
 import re
 from dataclasses import dataclass, field
@@ -46,6 +47,13 @@ class Launch:
     cuts: list[tuple[int, str]] = field(default_factory=list)
     exported: dict[str, str] = field(default_factory=dict)
     followed_by: str = ""
+    with_overlay: bool = False  # started by `esgrpo run`
+
+
+def _starts_overlay(before: list[str], environment: dict[str, str]) -> bool:
+    """`esgrpo run -- python ...`, `python -m esgrpo run -- python ...`, or the variable that these set."""
+    runs = any(word.rpartition("/")[2] == "esgrpo" and after == "run" for word, after in itertools.pairwise(before))
+    return runs or environment.get("ESGRPO_ENABLE") == "1"
 
 
 @dataclass
@@ -69,6 +77,7 @@ class Script(Variables):
         self.given = set(self.variables)
         self.exported: dict[str, str] = dict(variables or {})
         self.launches: list[Launch] = []
+        self.crlf = 0  # lines that end in CRLF
         self._frames: list[_Frame] = []
         self._read(path.resolve())
 
@@ -76,7 +85,9 @@ class Script(Variables):
         if len(self._files) >= MAX_SOURCED:
             return
         self._files.append(path)
-        lexer = Lexer(path.read_text(encoding="utf-8", errors="replace")).scan()
+        text = path.read_bytes().decode("utf-8", errors="replace")
+        self.crlf += text.count("\r\n")
+        lexer = Lexer(text.replace("\r\n", "\n")).scan()
         self._follow(lexer.commands, lexer.comments)
         self._files.pop()
 
@@ -294,7 +305,8 @@ class Script(Variables):
             for text in texts[:start]:
                 if found := ASSIGNMENT.match(text):
                     environment[found.group(1)] = text[found.end():]
-            return Launch(module, command.line, command.end, arguments[rest:], exported=environment)
+            return Launch(module, command.line, command.end, arguments[rest:], exported=environment,
+                          with_overlay=_starts_overlay(texts[:index], environment))
         return None
 
     def _gather(self, launch: Launch, commands: list[Command], index: int, comments: list[Comment]) -> int:
@@ -309,13 +321,13 @@ class Script(Variables):
                 launch.followed_by = raw
                 break
             if not last.cut:
-                launch.cuts.append((last.end, "no backslash at the end of the line"))
+                launch.cuts.append((last.end, "no_backslash"))
             elif index + 1 and last is not commands[index] and last.cut:
                 launch.cuts.append((last.cut_line, last.cut))
             launch.dropped += [Argument(text, word.line) for word in following.words for text in self.expand(word)]
             index, last = index + 1, following
         if not launch.dropped:
-            launch.cuts = [cut for cut in launch.cuts if cut[1].startswith("a blank after") and not self._is_last(last)]
+            launch.cuts = [cut for cut in launch.cuts if cut[1] == "blank_after_backslash" and not self._is_last(last)]
         launch.end = last.end
         for comment in comments:
             found = COMMENTED.match(comment.text)

@@ -36,7 +36,7 @@ class Command:
     line: int
     end: int = 0
     operator: str = "\n"  # what follows it
-    cut: str = ""  # why a line continuation did not continue
+    cut: str = ""  # why a line continuation did not continue, by its name in findings.toml
     cut_line: int = 0
 
 
@@ -99,7 +99,7 @@ class Lexer:
             self._take()
             return True
         if wrong := GONE_WRONG.match(self.text, self.at):
-            self._cut("a blank after the backslash")
+            self._cut("blank_after_backslash")
             self._take(wrong.end() - self.at)
             return True
         if not self._ahead("\\\n"):
@@ -108,7 +108,7 @@ class Lexer:
         self._take(2)
         rest = self.text[self.at:].split("\n", 1)[0].strip()
         if not rest or rest.startswith("#"):
-            self._cut("a comment after the continuation" if rest else "a blank line after the continuation", line)
+            self._cut("comment_after_continuation" if rest else "blank_line_after_continuation", line)
         return True
 
     def _cut(self, why: str, line: int = 0) -> None:
@@ -193,7 +193,7 @@ class Lexer:
         """`word\\` with the next line's first character: the word goes on there, or the line is blank or a comment."""
         rest = self.text[self.at:].split("\n", 1)[0].strip()
         if not rest or rest.startswith("#"):
-            self._cut("a comment after the continuation" if rest else "a blank line after the continuation",
+            self._cut("comment_after_continuation" if rest else "blank_line_after_continuation",
                       self.line - 1)
         return self.text[self.at:self.at + 1] in (" ", "\t", "\n", "")
 
