@@ -317,7 +317,6 @@ def server_slots(c: Config) -> Iterator[Found]:
     if c.fully_async:
         key = f"{ASYNC}.concurrent_samples_per_replica"
         waiting = (c.number(key) or DEFAULT_CONCURRENT) * (c.number("rollout.n") or n or 0)
-        key = key if key in c.given else f"{ROLLOUT}.n"
     elif c.v1 and c.get("trainer.v1.trainer_mode") in ("colocate_async", "separate_async"):
         key, mode = "data.train_batch_size", c.get("trainer.v1.trainer_mode")
         place = ROLLOUT if mode == "separate_async" else "trainer"
