@@ -118,6 +118,15 @@ def test_slots_of_a_server_that_the_overlay_gives_no_room():
     assert [severity for severity, _ in found(rules.server_slots, values, version="0.7.0")] == ["warning"]
 
 
+@pytest.mark.parametrize("correction, severity", [
+    ({"rollout_is": "token"}, "warning"), ({"bypass_mode": True}, "error"), ({"rollout_is": None}, None)])
+def test_corrections_without_log_probs(correction, severity):
+    """verl leaves out importance sampling without a word; bypass_mode raises."""
+    key = f"{ROLLOUT}.calculate_log_probs"
+    values = {"algorithm.rollout_correction": correction, key: False}
+    assert found(rules.losses, values) == ([(severity, key)] if severity else [])
+
+
 # ---- which release
 
 def test_the_release_that_a_recipe_asks_for(tmp_path):
@@ -174,7 +183,8 @@ def test_the_release_is_chosen_by_evidence(upstream, tmp_path, monkeypatch):
 
 def test_a_recipes_main_is_found_beside_the_script(tmp_path):
     script = script_in(tmp_path / "recipes" / "dapo")
-    (tmp_path / "recipes" / "dapo" / "main_dapo.py").write_text('@hydra.main(config_path="config", config_name="x")\n')
+    main = tmp_path / "recipes" / "dapo" / "main_dapo.py"
+    main.write_text('@hydra.main(config_path="config", config_name="x")\n')
     beside = tuple(script.parents)[:3]
     root = tmp_path / "verl"
     assert release.Release("0.9.1", root, beside=beside).main("recipe.dapo.main_dapo") == (
@@ -182,6 +192,11 @@ def test_a_recipes_main_is_found_beside_the_script(tmp_path):
     assert release.Release("0.9.1", root, beside=beside).main("main_dapo") == (script.parent / "config", "x")
     assert release.Release("0.9.1", root).main("recipe.dapo.main_dapo") is None
     assert release.Release("0.9.1", root, beside=beside).main("verl.dapo.main_dapo") is None
+    (root / "verl" / "trainer" / "config").mkdir(parents=True)  # named as if the recipe lay in verl's recipe/
+    main.write_text('@hydra.main(config_path="../../verl/trainer/config", config_name="x")\nread_here = 1\n')
+    found = release.Release("0.9.1", root, beside=beside)
+    assert found.main("recipe.dapo.main_dapo") == (root / "verl" / "trainer" / "config", "x")
+    assert "read_here" in found.names("recipe.dapo.main_dapo") and "read_here" not in found.names(MAIN)
 
 
 # ---- what cannot be checked is said, and is no clean answer

@@ -13,7 +13,7 @@ from esgrpo.errors import EsgrpoError, say, show
 from esgrpo.tools import upstreams
 from esgrpo.tools.lint import rules
 from esgrpo.tools.lint.expansion import UNKNOWN
-from esgrpo.tools.lint.release import Release, commands, find, is_legacy
+from esgrpo.tools.lint.release import Release, commands, find, is_legacy, short
 from esgrpo.tools.lint.rules import ERROR, NOTE, PLACEHOLDER, WARNING, phrase, said
 from esgrpo.tools.lint.script import Argument, Launch, Script
 
@@ -77,7 +77,7 @@ def lint(path: Path, verl: str | None = None, variables: dict[str, str] | None =
             wanted, (found, config) = release.version, _launch(launch, release)
             why = said(release.why, file=release.asked_in, module=launch.module)[0]
         findings += found
-        values = {"line": launch.line, "module": launch.module, "release": wanted, "why": why or "?"}
+        values = {"line": launch.line, "module": launch.module, "release": short(wanted), "why": why or "?"}
         checked.append(phrase("checked", config=config, **values) if config else phrase("unchecked", **values))
         complete = complete and bool(config)
     return Result(sorted(set(findings), key=lambda f: (f.line, f.severity, f.key)), checked, complete)
@@ -92,7 +92,7 @@ def _without_verl(launch: Launch, version: str, error: EsgrpoError) -> list[Find
     """What can be said from the script alone."""
     arguments = [a for a in [*launch.arguments, *launch.dropped] if "=" in a.text and a.text[:1] not in "-\0"]
     return [*_cuts(launch), *_twice(arguments), _finding(
-        launch.line, NOTE, launch.module, "no_verl", release=version, why=str(error.args[1]),
+        launch.line, NOTE, launch.module, "no_verl", release=short(version), why=str(error.args[1]),
         commands=commands(version))]
 
 
@@ -133,13 +133,14 @@ def _launch(launch: Launch, release: Release) -> tuple[list[Finding], str]:
 
 def _no_main(launch: Launch, release: Release) -> Finding:
     """An error where verl should have this main; where it comes from elsewhere only that nothing was checked."""
-    module, version = launch.module, release.version
+    module, version = launch.module, release.shown
     if release.file(module) is not None:
         return _finding(launch.line, NOTE, module, "no_hydra_main")
     moved = MOVED.get(module, "") if not is_legacy(module) or release.main(MOVED.get(module, "")) else ""
     moved = moved or next((old for old, new in MOVED.items() if new == module), "")
     if module.startswith("recipe.") and not moved:
-        return _finding(launch.line, NOTE, module, "recipe_missing", release=version, commands=commands(version))
+        return _finding(launch.line, NOTE, module, "recipe_missing", release=version,
+                        commands=commands(release.version))
     if not module.startswith(("verl.", "recipe.")):
         return _finding(launch.line, NOTE, module, "own_main", release=version)
     near = moved if moved and release.main(moved) else ", ".join(
@@ -193,20 +194,20 @@ def _composed(launch: Launch, release: Release, config_dir: Path, name: str,
     segment = any(SEGMENT in text or "loss_mode=pois" in text or "loss_mode=sais" in text for text in texts)
     answer = release.compose(config_dir, name, texts, segment)
     if answer is not None and "broken" in answer:
-        return [_finding(launch.line, ERROR, name, "broken", release=release.version, error=answer["broken"])], True
+        return [_finding(launch.line, ERROR, name, "broken", release=release.shown, error=answer["broken"])], True
     if answer is None:
-        return _without_hydra(release, overrides, commented), False
+        return _without_hydra(release, launch.module, overrides, commented), False
     findings = []
     lines: dict[str, int] = {}
-    own = not launch.module.startswith("verl.") and not is_legacy(launch.module)
+    own = _is_own(launch.module)
     for argument, result in zip(overrides, answer["results"], strict=True):
         lines[result.get("key", argument.text)] = argument.line
-        findings += _key(argument, result, answer["keys"], release, own)
+        findings += _key(argument, result, answer["keys"], release, launch.module)
     if commented:
         notes = release.compose(config_dir, name, [_text(argument) for argument in commented], False)
         for argument, result in zip(commented, notes["results"], strict=True):
             findings += [_finding(f.line, NOTE, f.key, "commented", problem=f.problem, todo=f.todo)
-                         for f in _key(argument, result, answer["keys"], release, own)]
+                         for f in _key(argument, result, answer["keys"], release, launch.module)]
     device = answer["config"].get("trainer", {}).get("device") if isinstance(answer["config"], dict) else ""
     config = rules.Config(answer["config"], frozenset(lines), launch.module, release.version, str(device),
                           release.flash_default, frozenset(slug for slug in rules.PATCHES if release.has_patch(slug)))
@@ -220,11 +221,16 @@ def _line(lines: dict[str, int], key: str, launch: Launch) -> int:
     return lines.get(key) or next((n for k, n in lines.items() if k.startswith(f"{key}.")), launch.line)
 
 
-def _key(argument: Argument, result: dict, keys: list[str], release: Release, own: bool) -> list[Finding]:
-    """What Hydra, verl's dataclasses and verl's source say of one override. `own`: the main is not verl's, and its
-    workers may read what verl's dataclasses have no field for."""
+def _is_own(module: str) -> bool:
+    """A main that is not verl's: its workers may read what verl's dataclasses have no field for."""
+    return not module.startswith("verl.") and not is_legacy(module)
+
+
+def _key(argument: Argument, result: dict, keys: list[str], release: Release, module: str) -> list[Finding]:
+    """What Hydra, verl's dataclasses and verl's source say of one override."""
+    own = _is_own(module)
     plain, _, value = argument.text.partition("=")
-    key, line, version = result.get("key", plain.lstrip("+~")), argument.line, release.version
+    key, line, version = result.get("key", plain.lstrip("+~")), argument.line, release.shown
     if "error" in result:
         if result.get("kind") == "key" and result.get("missing"):
             return [_finding(line, ERROR, key, "unknown_key", release=version, missing=result["missing"],
@@ -244,9 +250,10 @@ def _key(argument: Argument, result: dict, keys: list[str], release: Release, ow
         return [_finding(line, WARNING if own else ERROR, key, "no_field_in_a_recipe" if own else "no_field", kind=kind,
                          missing=missing, suggestion=_suggestion(key, result, keys))]
     passed_on = any(word in f"{result['at']}.{missing}" for word in FREE)
-    if missing not in release.names and not passed_on:
-        return [_finding(line, ERROR if close else WARNING, key, "nobody_reads", release=version, missing=missing,
-                         below=_below(result), suggestion=_suggestion(key, result, keys))]
+    if missing not in release.names(module) and not passed_on:
+        severity = ERROR if close and not own else WARNING
+        return [_finding(line, severity, key, "nobody_reads", release=version, missing=missing, below=_below(result),
+                         suggestion=_suggestion(key, result, keys))]
     return []
 
 
@@ -268,19 +275,20 @@ def _suggestion(key: str, result: dict, keys: list[str]) -> str:
     return said("did_you_mean", name=near[0])[1] if near else said("remove")[1]
 
 
-def _without_hydra(release: Release, overrides: list[Argument], commented: list[Argument]) -> list[Finding]:
+def _without_hydra(release: Release, module: str, overrides: list[Argument],
+                   commented: list[Argument]) -> list[Finding]:
     """Names only: a part of a key that no YAML file of the release has. Values and places are not checked."""
-    findings = [_finding(0, NOTE, "hydra", "no_hydra", release=release.version)]
-    known = release.config_names
+    findings = [_finding(0, NOTE, "hydra", "no_hydra", release=release.shown)]
+    known, names = release.config_names, release.names(module)
     for argument in overrides + commented:
         plain, note = argument.text.partition("=")[0], argument in commented
         if UNKNOWN.search(plain) or "@" in plain or plain.lstrip("+").startswith(SEGMENT):
             continue
         for part in plain.lstrip("+~").split("."):
             close = difflib.get_close_matches(part, known, 1, cutoff=SIMILAR)
-            if part not in known and part not in release.names and (close or not plain.startswith("+")):
+            if part not in known and part not in names and (close or not plain.startswith("+")):
                 suggestion = said("did_you_mean", name=close[0]) if close else said("remove")
-                found = _finding(argument.line, ERROR, plain.lstrip("+~"), "no_such_name", release=release.version,
+                found = _finding(argument.line, ERROR, plain.lstrip("+~"), "no_such_name", release=release.shown,
                                  missing=part, suggestion=suggestion[1])
                 findings.append(found if not note else _finding(
                     found.line, NOTE, found.key, "commented", problem=found.problem, todo=found.todo))
@@ -294,12 +302,12 @@ def _overlay(answers: list[dict], release: Release, lines: dict[str, int], launc
         return []
     line = _line(lines, SEGMENT, launch)
     if not recorded.is_supported("verl", release.version):
-        return [_finding(line, ERROR, SEGMENT, "overlay_release", release=release.version,
+        return [_finding(line, ERROR, SEGMENT, "overlay_release", release=release.shown,
                          places=", ".join(recorded.of_upstream("verl").supported))]
     findings = [] if launch.with_overlay else [_finding(line, NOTE, SEGMENT, "overlay_run")]
     for entry in answers:
         if "features" in entry:
-            findings += [_finding(line, WARNING, SEGMENT, "overlay_feature", feature=feature, release=release.version,
+            findings += [_finding(line, WARNING, SEGMENT, "overlay_feature", feature=feature, release=release.shown,
                                   why=why) for feature, why in _without_place(entry["features"], release.version)]
         elif "refusal" in entry:
             who, found, wanted, consequence, todo = entry["refusal"]

@@ -45,6 +45,10 @@ class Release:
     asked_in: str = ""  # the file that asks for this release
     beside: tuple[Path, ...] = ()
 
+    @property
+    def shown(self) -> str:
+        return short(self.version)
+
     def file(self, module: str) -> Path | None:
         """The source of a main: in the release, else beside the script; a recipe's repository is the package recipe."""
         names = [module, *([module.removeprefix("recipe.")] if module.startswith("recipe.") else [])]
@@ -53,10 +57,16 @@ class Release:
         return next((file for file in files if file.is_file()), None)
 
     def main(self, module: str) -> tuple[Path, str] | None:
-        """(config directory, config name) of a main; None when there is no such module, or none that Hydra starts."""
+        """(config directory, config name) of a main; None when there is no such module, or none that Hydra starts.
+
+        A recipe beside the script may name its configs as if it lay in verl's recipe/, where it is run."""
         file = self.file(module)
         found = HYDRA_MAIN.search(file.read_text(encoding="utf-8")) if file else None
-        return ((file.parent / found.group(1)).resolve(), found.group(2)) if found else None
+        if not found:
+            return None
+        placed = self.root.joinpath(*module.split(".")).parent
+        folders = [(folder / found.group(1)).resolve() for folder in (file.parent, placed)]
+        return next((folder for folder in folders if folder.is_dir()), folders[0]), found.group(2)
 
     def mains(self) -> list[str]:
         """Dotted names of all mains with a Hydra config."""
@@ -66,11 +76,11 @@ class Release:
             ".".join(file.relative_to(self.root).with_suffix("").parts)
             for folder in ("verl", "recipe") for file in (self.root / folder).rglob("fully_async_main.py"))
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Every identifier in the Python and YAML files of the release, and of a recipe beside the script: a key
-        that is not here is read by nobody."""
-        own = [folder for folder in self.beside if (folder / REQUIRED).is_file()][:1]
+    def names(self, module: str) -> frozenset[str]:
+        """Every identifier in the Python and YAML files of the release, and of the package that a main beside the
+        script is in: a key that is not here is read by nobody."""
+        file = self.file(module)
+        own = [] if file is None or self.root in file.parents else [file.parent]
         return frozenset().union(*map(_identifiers, (self.root / "verl", self.root / "recipe", *own)))
 
     @functools.cached_property
@@ -211,6 +221,11 @@ def _find(wanted: str | None, module: str, above: list[Path]) -> Release:
         wanted = LEGACY_RELEASE if is_legacy(module) else max(pinned, key=lambda v: [int(p) for p in v.split(".")])
         why = "judged_legacy" if is_legacy(module) else "judged_newest"
     return Release(wanted, upstreams.sources("verl", wanted, say=say), why, asked_in)
+
+
+def short(version: str) -> str:
+    """A commit as git shortens it; a release as it is."""
+    return version[:12] if upstreams.COMMIT.fullmatch(version) else version
 
 
 def is_legacy(module: str) -> bool:

@@ -238,7 +238,9 @@ def losses(c: Config) -> Iterator[Found]:
     if mode == "bypass_mode" or correction.get("bypass_mode") is True and not c.fully_async:
         wanting.append("bypass_mode")
     if wanting and c.get(f"{ROLLOUT}.calculate_log_probs") is False:
-        yield found(ERROR, f"{ROLLOUT}.calculate_log_probs", "needs_log_probs", reader=wanting[0])
+        stops = "bypass_mode" in wanting
+        yield found(ERROR if stops else WARNING, f"{ROLLOUT}.calculate_log_probs",
+                    "needs_log_probs" if stops else "skips_correction", reader=wanting[-1])
     if c.get(f"{ASYNC}.compute_prox_log_prob") and c.get(f"{ASYNC}.use_rollout_log_probs") is False:
         yield found(WARNING, f"{ASYNC}.compute_prox_log_prob", "log_probs_unread")
     n = c.number(f"{ROLLOUT}.n")
