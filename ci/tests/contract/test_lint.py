@@ -196,7 +196,7 @@ def test_calls_of_a_weight_sync_need_a_slot_of_the_server(concurrent, batch, seg
               "trainer": {"use_v1": True, "nnodes": 1, "n_gpus_per_node": 2,
                           "v1": {"trainer_mode": "colocate_async", "colocate_async": {"num_warmup_batches": 1}}}}
     values |= {"data": {"train_batch_size": batch}} if batch else {
-        ASYNC: {"concurrent_samples_per_replica": concurrent} if concurrent else {}}
+        ASYNC: {"staleness_threshold": 0.5} | ({"concurrent_samples_per_replica": concurrent} if concurrent else {})}
     module = "verl.trainer.main_ppo" if batch else "verl.experimental.fully_async_policy.fully_async_main"
     found = list(rules.server_slots(rules.Config(values, frozenset(), module, "0.9.1", "cuda", False)))
     assert [(severity, key) for severity, key, *_ in found] == ([("warning", named)] if named else [])
