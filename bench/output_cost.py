@@ -38,7 +38,7 @@ class Arm:
     def __init__(self, hooked: bool, tokenizer, requests: int):
         from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-        from esgrpo.hooks.verl.token_outputs import without_text
+        from esgrpo.hooks.verl.server.token_outputs import without_text
         from esgrpo.hooks.vllm import first_and_last_output
 
         self.state_class, self.original = RequestState, RequestState.make_request_output

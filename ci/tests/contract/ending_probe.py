@@ -15,7 +15,7 @@ def error_of(scene: str):
     from ray.exceptions import ActorDiedError, RayTaskError
 
     from esgrpo.errors import HookError, RunError
-    from esgrpo.hooks.verl import stop_request
+    from esgrpo.hooks.verl.run import stop_request
 
     def in_the_task_runner(error):
         return RayTaskError("run", f"Traceback (most recent call last):\n{type(error).__name__}: {error}", error,
@@ -66,7 +66,7 @@ class TaskRunner:
 
 
 if __name__ == "__main__":
-    from esgrpo.hooks.verl import driver_ending, stop_request
+    from esgrpo.hooks.verl.run import driver_ending, stop_request
 
     stop_request.ask = lambda: print("asked", flush=True)
     trainer = SimpleNamespace(default_local_dir=FOLDER, save_freq=SAVE_FREQ, resume_mode="auto")

@@ -98,22 +98,22 @@ def provide_history(monkeypatch) -> None:
         module = ModuleType("esgrpo.algo.history")
         module.prompt_key = lambda raw_prompt: json.dumps(raw_prompt, sort_keys=True)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    if importlib.util.find_spec("esgrpo.hooks.verl.prompt_history") is None:
-        module = ModuleType("esgrpo.hooks.verl.prompt_history")
+    if importlib.util.find_spec("esgrpo.hooks.verl.prompts.prompt_history") is None:
+        module = ModuleType("esgrpo.hooks.verl.prompts.prompt_history")
 
         def history_of(owner):
             return vars(owner).setdefault("remembered", Remembered())
 
         module.history_of, module.path = history_of, lambda: None
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        import esgrpo.hooks.verl as package
+        import esgrpo.hooks.verl.prompts as package
 
         monkeypatch.setattr(package, "prompt_history", module, raising=False)
 
 
 def history_of(owner):
     """The history that the hooks of this owner use."""
-    from esgrpo.hooks.verl.prompt_history import history_of
+    from esgrpo.hooks.verl.prompts.prompt_history import history_of
 
     return history_of(owner)
 

@@ -190,7 +190,7 @@ def run_router(hooked: bool) -> dict:
     path = None
     if hooked:
         from esgrpo import config as settings
-        from esgrpo.hooks.verl import tail_router
+        from esgrpo.hooks.verl.server import tail_router
 
         path = tail_router.config_path(os.environ["ESGRPO_RUN_DIR"])
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -17,7 +17,10 @@ from ci.tests.contract.test_prompt_sampler_hooks import v1_trainer  # noqa: E402
 from ci.tests.contract.test_prompts_in_flight import PROMPTS, rollouter_of, train  # noqa: E402
 from ci.tests.contract.test_replaced_groups import rollouter_class  # noqa: E402, F401
 from esgrpo import records  # noqa: E402
-from esgrpo.hooks.verl import in_flight, owned, trained_rows, v1_drawn  # noqa: E402
+from esgrpo.hooks.verl import owned  # noqa: E402
+from esgrpo.hooks.verl.metrics import trained_rows  # noqa: E402
+from esgrpo.hooks.verl.prompts import in_flight  # noqa: E402
+from esgrpo.hooks.verl.v1.prompts import drawn_prompts  # noqa: E402
 from esgrpo.tools import books  # noqa: E402
 
 STARTS = (1, 2, 1, PROMPTS)  # checkpoints after which a start dies; the last one ends
@@ -92,13 +95,13 @@ def v1(run_dir, monkeypatch, lose: int) -> list[list[str]]:
     """Two starts of a v1 trainer: of four prompts two are trained in the checkpoint, one is restored, one re-issued."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    owners.hooked(monkeypatch, PPOTrainer, "_next_train_batch", "v1_drawn")
+    owners.hooked(monkeypatch, PPOTrainer, "_next_train_batch", "v1.prompts.drawn_prompts")
     begin(run_dir)
     trainer = v1_trainer(monkeypatch, "colocate_async", 4)
-    v1_drawn.started(trainer, {})
+    drawn_prompts.started(trainer, {})
     first = [str(uid) for uid in trainer._next_train_batch(4)["uid"]]
     trained_rows.begin(first[:2], step=1)
-    v1_drawn.saved(trainer)
+    drawn_prompts.saved(trainer)
     state = trainer.train_dataloader.state_dict()
     trained_rows.begin([str(uid) for uid in trainer._next_train_batch(4)["uid"]], step=2)
     begin(run_dir)
@@ -109,7 +112,7 @@ def v1(run_dir, monkeypatch, lose: int) -> list[list[str]]:
             f"{first[2]}_0_0": {"status": "success"}}
     for uid in first[2:][:lose]:
         del tags[uid]
-    v1_drawn.started(again, tags)
+    drawn_prompts.started(again, tags)
     trained_rows.begin([uid for uid in first[2:] if uid in tags], step=2)
     trained_rows.begin([str(uid) for uid in again._next_train_batch(4)["uid"]], step=3)
     assert records.flush()
@@ -145,8 +148,8 @@ def test_what_a_synchronous_step_discards_is_booked(run_dir):
     owned.of(buffer, owned.Groups).evicted = {"g2": "filtered"}
     trainer = SimpleNamespace(trainer_mode="sync", replay_buffer=buffer)
     groups = [f"g{number}" for number in range(5)]
-    v1_drawn.record(trainer, {"uid": groups, "raw_prompt": groups})
+    drawn_prompts.record(trainer, {"uid": groups, "raw_prompt": groups})
     for _ in range(2):  # told once
-        v1_drawn.note_surplus(trainer, {"g0", "g1"})
+        drawn_prompts.note_surplus(trainer, {"g0", "g1"})
     assert [(row["group"], row["reason"]) for row in records.read(str(run_dir), "evicted")] == [("g4", "surplus")]
     assert owned.of(trainer, owned.Drawn).open == {"g3"}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from esgrpo import recorded
-from esgrpo.hooks.verl import segment_config
+from esgrpo.hooks.verl.run import segment_config
 
 pytest.importorskip("verl")
 pytestmark = pytest.mark.slow

@@ -47,12 +47,12 @@ def scored(manager, tokens: int) -> dict:
 
 def group(worker, results, forecast=CERTAIN):
     """One group through the real worker hook: members end in order of length, the rest hear verdicts."""
-    from esgrpo.hooks.verl import group_driver, group_members
+    from esgrpo.hooks.verl.groups import followed_members, rollout_driver
 
     release = {tokens: asyncio.Event() for tokens, _ in results}
 
     async def loop(worker_, tokens, result):
-        seat = group_driver.current.get()
+        seat = rollout_driver.current.get()
         seat.placed(0, worker_.server)
         worker_.running[seat.number] = tokens
         while not release[tokens].is_set() and not seat.response.doomed:
@@ -63,7 +63,7 @@ def group(worker, results, forecast=CERTAIN):
                                extra_fields={"reward_extra_info": result["reward_extra_info"]})
 
     async def all_of_them():
-        tasks = [asyncio.ensure_future(group_members.run_member(loop, worker, worker.name, item, {}, forecast))
+        tasks = [asyncio.ensure_future(followed_members.run_member(loop, worker, worker.name, item, {}, forecast))
                  for item in results]
         for tokens, _ in sorted(results, key=lambda item: item[0]):
             release[tokens].set()
@@ -103,7 +103,7 @@ def test_the_penalty_makes_rewards_of_correct_samples_differ(manager):
 
 def test_an_overlong_response_is_recorded_with_its_penalty(manager, monkeypatch, tmp_path):
     """verl leaves a tensor as its score, under which the whole group used to fail; a short one's is a float."""
-    from esgrpo.hooks.verl import group_driver
+    from esgrpo.hooks.verl.groups import rollout_driver
     from esgrpo.records import read
 
     scores = {tokens: scored(manager, tokens)["reward_score"] for tokens in (40, 90)}
@@ -114,8 +114,8 @@ def test_an_overlong_response_is_recorded_with_its_penalty(manager, monkeypatch,
     found = {row["tokens"]: row["score"] for row in read(str(tmp_path), "responses")}
     assert found[90] == pytest.approx(0.2) and found[40] == 1.0 and len(found) == SIZE
     v1 = SimpleNamespace(reward_score=scores[90], extra_fields={})
-    assert type(group_driver.reward_of(v1)[0]) is float
-    assert group_driver.reward_of(SimpleNamespace(reward_score=None, extra_fields={})) == (None, None)
+    assert type(rollout_driver.reward_of(v1)[0]) is float
+    assert rollout_driver.reward_of(SimpleNamespace(reward_score=None, extra_fields={})) == (None, None)
 
 
 def test_correct_samples_agree_in_spite_of_the_penalty(manager):
@@ -137,7 +137,7 @@ def test_correct_samples_agree_in_spite_of_the_penalty(manager):
 
 def test_a_pruned_group_with_unequal_rewards_is_trained_and_unbiased_weights_reach_it(manager):
     from esgrpo.algo.pruning import is_resolved_null
-    from esgrpo.hooks.verl.weighted_rows import keep_of
+    from esgrpo.hooks.verl.losses.weighted_rows import keep_of
     from esgrpo.losses import grpo_segment_advantage
 
     made = worker()
@@ -166,11 +166,11 @@ def test_without_the_penalty_the_group_is_null(manager):
 def test_a_row_that_has_left_is_no_candidate_and_one_without_output_still_counts(manager):
     """verl's v1 writes the row before the worker hook returns: reward and acc are left with the member."""
     from esgrpo.algo import rollout
-    from esgrpo.hooks.verl import group_driver
+    from esgrpo.hooks.verl.groups import rollout_driver
 
     async def scene():
-        driver = group_driver.Driver(0, BUDGET)
-        seats = [group_driver.join(driver, "v1", SIZE, forecast=CERTAIN) for _ in range(4)]
+        driver = rollout_driver.Driver(0, BUDGET)
+        seats = [rollout_driver.join(driver, "v1", SIZE, forecast=CERTAIN) for _ in range(4)]
         for seat in seats:
             seat.on(rollout.Placed, replica=0)
             seat.response.tokens = 20

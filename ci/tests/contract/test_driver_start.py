@@ -72,7 +72,7 @@ import verl.trainer.main_ppo  # the main imports it first
 from hydra import compose, initialize_config_dir
 from esgrpo import engine
 from esgrpo.errors import EsgrpoError
-from esgrpo.hooks.verl.driver_start import prepare
+from esgrpo.hooks.verl.run.driver_start import prepare
 
 answers = {}
 with initialize_config_dir(os.path.join(os.path.dirname(package.__file__), "config"), version_base=None):
@@ -192,7 +192,7 @@ def test_routing_names_its_router_in_verls_own_key(answers):
     assert set(got["features"].split(",")) == {"history", "observe", "routing", "segment", "tails"}
     assert got["router"].endswith("routing-run/esgrpo/router.yaml")
     assert yaml.safe_load(Path(got["router"]).read_text()) == {
-        "router_class": "esgrpo.hooks.verl.tail_router.TailRouter", "seed": 0, "tail_share": 0.5}
+        "router_class": "esgrpo.hooks.verl.server.tail_router.TailRouter", "seed": 0, "tail_share": 0.5}
     assert got["states"]["tail-router"] in ("APPLIED", "NOT_NEEDED")
     assert all(answers[name]["router"] is None for name in ACCEPTED if name not in ("routing", "order alone"))
 

@@ -16,7 +16,8 @@ pytest.importorskip("verl")
 pytest.importorskip("ray")
 
 from esgrpo.errors import Terminated  # noqa: E402
-from esgrpo.hooks.verl import stop_after_step, stop_request, v1_stop_after_step  # noqa: E402
+from esgrpo.hooks.verl.run import stop_after_step, stop_request  # noqa: E402
+from esgrpo.hooks.verl.v1.run import stop_after_step as v1_stop_after_step  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 TERMINATED = 143

@@ -22,7 +22,7 @@ from ci.tests.contract.test_replaced_groups import (  # noqa: E402, F401
     summaries,
 )
 from esgrpo.errors import RunError  # noqa: E402
-from esgrpo.hooks.verl import failed_prompts, in_flight  # noqa: E402
+from esgrpo.hooks.verl.prompts import failed_prompts, in_flight  # noqa: E402
 from esgrpo.records import read  # noqa: E402
 
 
@@ -126,7 +126,7 @@ def test_the_rollouters_failure_is_one_line_of_its_own():
     from ray.exceptions import RayTaskError
 
     from esgrpo.errors import HookError
-    from esgrpo.hooks.verl.rollouter_failure import build, said
+    from esgrpo.hooks.verl.fixes.rollouter_failure import build, said
 
     ours = HookError("a", "b", "c", "d", "e")
     assert said(ours) is ours

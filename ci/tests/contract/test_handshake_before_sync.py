@@ -17,7 +17,10 @@ pytest.importorskip("vllm")
 
 from esgrpo import engine, guard  # noqa: E402
 from esgrpo.errors import HookError  # noqa: E402
-from esgrpo.hooks.verl import driver_refusal, handshake, kept_requests, reports, server_control, v1_sync_handshake  # noqa: E402, E501
+from esgrpo.hooks.verl.run import driver_refusal, handshake, reports  # noqa: E402, E501
+from esgrpo.hooks.verl.server import control_methods  # noqa: E402, E501
+from esgrpo.hooks.verl.sync import kept_requests  # noqa: E402, E501
+from esgrpo.hooks.verl.v1.run import handshake_before_sync  # noqa: E402, E501
 from esgrpo.hooks.vllm import engine_core  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -99,7 +102,7 @@ def test_v1_trainers_ask_between_their_set_up_and_their_first_sync(monkeypatch, 
             self.checkpoint_manager = SimpleNamespace(update_weights=lambda _steps: order.append("weight sync"))
             self.global_steps = 0
 
-    monkeypatch.setattr(Trainer, "init", v1_sync_handshake.build(init) if hooked else init)
+    monkeypatch.setattr(Trainer, "init", handshake_before_sync.build(init) if hooked else init)
     monkeypatch.setattr(reports, "of_v1", lambda _trainer: {})
     answers(monkeypatch, "DRIFTED")
     trainer = Trainer()
@@ -135,7 +138,8 @@ def test_an_engine_without_the_scheduler_hook_answers_all_calls_and_says_so_once
 @pytest.mark.parametrize("state", ["DISABLED", "DRIFTED", "APPLIED"])
 def test_a_weight_sync_goes_on_without_the_utilities(monkeypatch, capsys, said, state):
     """Under ESGRPO_DISABLE or ESGRPO_STRICT=0; where the utilities are in place they are called."""
-    from esgrpo.hooks.verl import owned, server_version
+    from esgrpo.hooks.verl import owned
+    from esgrpo.hooks.verl.sync import weight_version
 
     called = []
 
@@ -149,7 +153,7 @@ def test_a_weight_sync_goes_on_without_the_utilities(monkeypatch, capsys, said, 
     record = engine.load_hooks()["engine-core-utilities"]
     monkeypatch.setattr(record, "state", engine.State[state])
     server = SimpleNamespace(node_rank=0, engine=SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call)))
-    asyncio.run(server_version.build(original)(server, 1))
+    asyncio.run(weight_version.build(original)(server, 1))
     applied = state == "APPLIED"
     assert server.global_steps == 1 and called == ["esgrpo_set_version"] * applied
     assert owned.of(server, owned.Server).windows == [{"version": 1}] * applied
@@ -165,10 +169,10 @@ def test_requests_are_not_kept_without_the_scheduler_hook(monkeypatch):
 @pytest.mark.hook("server-control")
 def test_servers_without_control_methods_are_left_out(capsys, said):
     whole, bare = SimpleNamespace(esgrpo_progress="method"), SimpleNamespace()
-    assert server_control.methods([whole, bare], "esgrpo_progress") == ["method"]
-    assert server_control.methods([bare], "esgrpo_progress") == []
+    assert control_methods.methods([whole, bare], "esgrpo_progress") == ["method"]
+    assert control_methods.methods([bare], "esgrpo_progress") == []
     assert capsys.readouterr().err.count("server-control is not in place") == 1
-    assert server_control.methods([whole], "esgrpo_progress") == ["method"]
+    assert control_methods.methods([whole], "esgrpo_progress") == ["method"]
 
 
 def test_engine_reports_are_not_asked_for_where_the_user_does_without(monkeypatch):

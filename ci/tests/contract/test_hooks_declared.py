@@ -174,7 +174,7 @@ def test_drift_is_noticed():
     """Negative control of the test above, on a real declaration."""
     import dataclasses
 
-    hook = importlib.import_module("esgrpo.hooks.verl.driver_start").HOOK
+    hook = importlib.import_module("esgrpo.hooks.verl.run.driver_start").HOOK
     known = recorded.of_hook(hook)
     assert drift(hook, known) == []
     assert drift(hook, recorded.Recorded({"0.9.1": "0" * 16}))

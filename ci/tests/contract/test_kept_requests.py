@@ -13,7 +13,9 @@ from typing import Any, Optional
 import pytest
 
 from ci.tests.contract import patch_tree
-from esgrpo.hooks.verl import kept_requests, owned, rebalance_aborts, server_control
+from esgrpo.hooks.verl import owned
+from esgrpo.hooks.verl.server import control_methods
+from esgrpo.hooks.verl.sync import kept_requests, rebalance_aborts
 
 METHODS = ("abort_all_requests", "resume_generation", "resume_engine_generation", "open_submission_gate",
            "_park_until_admitted", "release_kv_cache", "resume_kv_cache")
@@ -177,7 +179,7 @@ def test_rebalancing_gets_its_abort(make):
         class esgrpo_require_abort:
             @staticmethod
             def remote(required):
-                return server_control.esgrpo_require_abort(server, required)
+                return control_methods.esgrpo_require_abort(server, required)
 
     class Rollouter:
         llm_server_manager = SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[Handle])])

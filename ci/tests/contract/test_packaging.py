@@ -153,7 +153,7 @@ def names(path: Path) -> tuple[set[str], str]:
 
 def test_the_wheel_holds_the_package_and_its_pth(wheel):
     files, record = names(wheel)
-    assert {"esgrpo.pth", "esgrpo/engine.py", "esgrpo/hooks/verl/driver_start.py"} <= files
+    assert {"esgrpo.pth", "esgrpo/engine.py", "esgrpo/hooks/verl/run/driver_start.py"} <= files
     assert "sitecustomize.py" not in files  # it would shadow every other one in site-packages
     assert not any(name.startswith(("ci/", "bench/")) for name in files)
     assert all(name in record for name in files)

@@ -30,7 +30,7 @@ def rollouter(patch, hook: bool = True, total: int = TOTAL, **data):
     from verl.trainer.ppo.utils import create_rl_sampler
     from verl.utils.dataset.rl_dataset import collate_fn
 
-    from esgrpo.hooks.verl import prompt_sampler
+    from esgrpo.hooks.verl.prompts import prompt_sampler
 
     def initialise(self):
         dataset = owners.Prompts(PROMPTS)
@@ -106,7 +106,7 @@ def test_plain_verl_takes_every_prompt_once_an_epoch(prepared):
 
 def test_what_is_learned_during_the_run_changes_the_choice(prepared):
     """Outcomes come back through the history while prompts are drawn: its observe is the only way in."""
-    from esgrpo.hooks.verl import prompt_order
+    from esgrpo.hooks.verl.prompts import prompt_order
     one = rollouter(prepared, total=400)
 
     def after(number: int) -> None:
@@ -192,7 +192,7 @@ def v1_trainer(patch, mode: str, batch_size: int, **attributes):
 def test_v1_trainers_draw_what_they_submit(prepared, mode, ask):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    owners.hooked(prepared, PPOTrainer, "_init_dataloader", "v1_prompt_sampler")
+    owners.hooked(prepared, PPOTrainer, "_init_dataloader", "v1.prompts.prompt_sampler")
     trainer = v1_trainer(prepared, mode, 4)
     owners.solved(owners.history_of(trainer), range(0, PROMPTS, 2))
     owners.mixed(owners.history_of(trainer), range(1, PROMPTS, 2))

@@ -15,7 +15,7 @@ pytest.importorskip("verl")
 pytest.importorskip("ray")
 
 from ci.tests.contract.test_replaced_groups import rollouter_class  # noqa: E402, F401
-from esgrpo.hooks.verl import (  # noqa: E402
+from esgrpo.hooks.verl.prompts import (  # noqa: E402
     in_flight,
     in_flight_checkpoint,
     in_flight_reissued,

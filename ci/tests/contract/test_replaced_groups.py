@@ -102,7 +102,7 @@ NULL, PLAIN = {"resolved": True}, {"resolved": False}
 
 
 def both(rollouter_class):
-    from esgrpo.hooks.verl.replaced_groups import build
+    from esgrpo.hooks.verl.groups.replaced_groups import build
 
     original = rollouter_class._process_single_sample_streaming
     return original, build(original)
@@ -139,7 +139,7 @@ def test_when_the_feed_is_over_a_group_is_put_like_any_other(rollouter_class):
 
 
 def test_metrics_of_a_weight_version(rollouter_class, monkeypatch):
-    from esgrpo.hooks.verl import decision_counts, prune_metrics
+    from esgrpo.hooks.verl.metrics import decision_counts, prune_metrics
 
     monkeypatch.setattr(decision_counts, "counts", Counter())
     made = rollouter(rollouter_class, [PLAIN, NULL, NULL, PLAIN])
@@ -158,7 +158,7 @@ def test_metrics_of_a_weight_version(rollouter_class, monkeypatch):
 
 
 def test_a_group_of_a_foreign_worker_is_left_alone(rollouter_class):
-    from esgrpo.hooks.verl.replaced_groups import replace
+    from esgrpo.hooks.verl.groups.replaced_groups import replace
 
     made = rollouter(rollouter_class, [PLAIN])
     batch = batch_of(summaries(True))
@@ -169,7 +169,7 @@ def test_a_group_of_a_foreign_worker_is_left_alone(rollouter_class):
 def test_two_hooks_on_the_method_compose(rollouter_class, monkeypatch):
     """Another hook on the same method, as engine.py applies them: both markers are found, both run."""
     from esgrpo import engine
-    from esgrpo.hooks.verl.replaced_groups import build
+    from esgrpo.hooks.verl.groups.replaced_groups import build
 
     seen = []
 

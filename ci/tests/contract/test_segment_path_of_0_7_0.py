@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ci.tests.contract import release_0_7_0
-from esgrpo.hooks.verl import server_control
+from esgrpo.hooks.verl.server import control_methods
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
@@ -129,7 +129,7 @@ def test_without_the_patches_the_hooks_refuse_and_nothing_reaches_the_engine(ans
 
 @pytest.mark.hook("partial-server-control")
 def test_the_hooks_travel_with_the_classes_that_ray_ships_by_value(answers):
-    methods = sorted(function.__name__ for function in server_control.METHODS)
+    methods = sorted(function.__name__ for function in control_methods.METHODS)
     assert answers("full")["by-value"] == {"carried": ["partial-group", "partial-members"], "methods": methods}
     assert answers("alone")["by-value"] == {"carried": [], "methods": []}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from esgrpo import config
-from esgrpo.hooks.verl import metric_prefix, trained_rows
+from esgrpo.hooks.verl.metrics import metric_prefix, trained_rows
 
 pytest.importorskip("verl")
 pytest.importorskip("tensorboard")

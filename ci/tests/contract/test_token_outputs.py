@@ -15,7 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from bench.common import TESTBED  # noqa: E402
 from ci.tests.contract import patch_tree  # noqa: E402
-from esgrpo.hooks.verl import token_outputs  # noqa: E402
+from esgrpo.hooks.verl.server import token_outputs  # noqa: E402
 from esgrpo.hooks.vllm import first_and_last_output  # noqa: E402
 
 pytestmark = [pytest.mark.real]

@@ -14,7 +14,8 @@ pytest.importorskip("transfer_queue")
 import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import batch_of, put  # noqa: E402
-from esgrpo.hooks.verl import v1_advantage, v1_weights, weighted_rows  # noqa: E402
+from esgrpo.hooks.verl.losses import weighted_rows  # noqa: E402
+from esgrpo.hooks.verl.v1.rows import final_outputs, keep_probabilities  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -24,14 +25,14 @@ def advantages(hooked: bool, keys, rewards):
     from verl.trainer.ppo import core_algos
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories as original
 
-    from esgrpo.hooks.verl import grpo_segment
+    from esgrpo.hooks.verl.losses import grpo_segment
 
     core_algos.ADV_ESTIMATOR_REGISTRY.setdefault("grpo_segment", grpo_segment.grpo_segment)
     data = DataProto.from_dict(
         tensors={"response_mask": torch.ones(len(keys), 2), "token_level_rewards": torch.tensor(rewards),
                  "token_level_scores": torch.tensor(rewards)},
         non_tensors={"uid": np.array([key.split("_")[0] for key in keys], dtype=object)})
-    function = v1_advantage.build(original) if hooked else original
+    function = final_outputs.build(original) if hooked else original
     result = function(data, batch_keys=keys, adv_estimator="grpo_segment" if hooked is not None else "grpo",
                       num_repeat=2, config={})
     return result.batch["advantages"][:, 0].tolist()
@@ -58,7 +59,7 @@ def weighted(queue, monkeypatch, hooked: bool):
     from verl.trainer.ppo import core_algos, ray_trainer
     from verl.trainer.ppo.v1 import trainer_base, utils
 
-    from esgrpo.hooks.verl import grpo_segment
+    from esgrpo.hooks.verl.losses import grpo_segment
 
     core_algos.ADV_ESTIMATOR_REGISTRY.setdefault("grpo_segment", grpo_segment.grpo_segment)
     for session, (score, keep) in enumerate([(1.0, 1.0), (0.0, 0.5), (0.0, 1.0)]):
@@ -74,8 +75,8 @@ def weighted(queue, monkeypatch, hooked: bool):
     if hooked:
         monkeypatch.setattr(utils, "compute_advantage", weighted_rows.build(ray_trainer.compute_advantage))
         monkeypatch.setattr(trainer_base, "compute_advantage_for_multi_trajectories",
-                            v1_advantage.build(utils.compute_advantage_for_multi_trajectories))
-        original = v1_weights.build(original)
+                            final_outputs.build(utils.compute_advantage_for_multi_trajectories))
+        original = keep_probabilities.build(original)
     keys = [f"u_{session}_0" for session in range(3)]
     original(trainer, batch_of(queue, *keys), {})
     return [float(queue.rows[key]["advantages"][0]) for key in keys]

@@ -16,7 +16,8 @@ pytest.importorskip("transfer_queue")
 import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import Trainer  # noqa: E402
-from esgrpo.hooks.verl import owned, v1_carry_checkpoint, v1_carry_over, v1_failure, v1_reissued  # noqa: E402
+from esgrpo.hooks.verl import owned  # noqa: E402
+from esgrpo.hooks.verl.v1.prompts import carried_checkpoint, carried_groups, failed_groups, reissued_groups  # noqa: E402
 from esgrpo.records import read  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,8 @@ def evictions(monkeypatch):
     """The hook that remembers what verl's buffer evicts, as it is in place in a run."""
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-    monkeypatch.setattr(ReplayBuffer, "_evict_terminal_groups", v1_failure.build(ReplayBuffer._evict_terminal_groups))
+    evict = ReplayBuffer._evict_terminal_groups
+    monkeypatch.setattr(ReplayBuffer, "_evict_terminal_groups", failed_groups.build(evict))
 
 
 @pytest.mark.hook("v1-carry-over")
@@ -136,11 +138,11 @@ def checkpoint(trainer, monkeypatch, hooked: bool) -> bool:
     import transfer_queue
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    folder = Path(v1_carry_over.folder(trainer, trainer.global_steps))
+    folder = Path(carried_groups.folder(trainer, trainer.global_steps))
     seen = []
 
     def save_queue(path, metadata=None):
-        seen.append((folder / v1_carry_over.STATE_FILE).exists())
+        seen.append((folder / carried_groups.STATE_FILE).exists())
 
     monkeypatch.setattr(transfer_queue, "save_checkpoint", save_queue, raising=False)
     settings = trainer.config.trainer
@@ -150,7 +152,7 @@ def checkpoint(trainer, monkeypatch, hooked: bool) -> bool:
     trainer.actor_rollout_wg = SimpleNamespace(save_checkpoint=lambda *_args, **_kwargs: None)
     trainer.checkpoint_callback = SimpleNamespace(on_save=lambda **_: None)
     original = PPOTrainer._save_checkpoint
-    (v1_carry_checkpoint.build(original) if hooked else original)(trainer)
+    (carried_checkpoint.build(original) if hooked else original)(trainer)
     assert (folder.parent / "latest_checkpointed_iteration.txt").read_text() == str(trainer.global_steps)
     return seen == [True]
 
@@ -161,7 +163,7 @@ def restart(queue, tmp_path, monkeypatch, lose: bool, hooked: bool = True):
     names = trainer.submit(3)
     trainer.complete(names[0])
     metrics = {}
-    batch = v1_carry_over.build(Trainer._step_once)(trainer, metrics, {}, sample_batch_size=1)
+    batch = carried_groups.build(Trainer._step_once)(trainer, metrics, {}, sample_batch_size=1)
     assert checkpoint(trainer, monkeypatch, hooked) is hooked
     queue.kv_clear(batch.keys, "train")
     again = Trainer(queue, tmp_path, mode="auto")
@@ -201,13 +203,13 @@ def reissue(queue, tmp_path, monkeypatch, hooked: bool) -> dict:
         queue.rows[name] = {"input_ids": torch.ones(2, dtype=torch.int64)}
     trainer.agent_loop_manager = SimpleNamespace(generate_sequences=sent.append)
     original = PPOTrainer._reissue_inflight_prompts
-    assert (v1_reissued.build(original) if hooked else original)(trainer) == len(names) - 1 == len(sent[0])
+    assert (reissued_groups.build(original) if hooked else original)(trainer) == len(names) - 1 == len(sent[0])
     assert set(queue.tags) == {*names, f"{names[0]}_0_0", f"{names[0]}_1_0"}  # verl has thrown the ended member away
     for name in names[1:]:
         trainer.complete(name)
     metrics = {}
     for _ in range(2):
-        batch = v1_carry_over.build(Trainer._step_once)(trainer, metrics, {}, sample_batch_size=1)
+        batch = carried_groups.build(Trainer._step_once)(trainer, metrics, {}, sample_batch_size=1)
         queue.kv_clear(batch.keys, "train")
         yield {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("esgrpo/restart/")}
         metrics.clear()
@@ -245,7 +247,7 @@ def test_a_group_starts_as_a_whole_because_its_short_members_would_be_left():
 def test_a_sampler_of_the_users_own_keeps_its_own_rules(queue, tmp_path):
     trainer = Trainer(queue, tmp_path)
     trainer.replay_buffer = SimpleNamespace()
-    assert v1_carry_over.pool_of(trainer) is None
+    assert carried_groups.pool_of(trainer) is None
 
 
 def rounds(monkeypatch, queue, tmp_path, hooked: bool) -> int:
@@ -301,7 +303,7 @@ def told_failed(queue, name: str, error, monkeypatch) -> None:
 
     import transfer_queue
 
-    from esgrpo.hooks.verl import v1_session_errors
+    from esgrpo.hooks.verl.v1.prompts import session_errors
 
     async def put(key, partition_id, tag):
         queue.tags[key].update(tag)
@@ -311,7 +313,7 @@ def told_failed(queue, name: str, error, monkeypatch) -> None:
             raise error
 
     monkeypatch.setattr(transfer_queue, "async_kv_put", put)
-    run = v1_session_errors.build(Worker._run_agent_loop)
+    run = session_errors.build(Worker._run_agent_loop)
     with pytest.raises(type(error)):
         asyncio.run(run(Worker(), {}, {"validate": False}, agent_name="a", uid=name, index=7,
                         raw_prompt=[{"role": "user", "content": name}]))

@@ -14,7 +14,9 @@ import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import put  # noqa: E402
 from esgrpo import config  # noqa: E402
-from esgrpo.hooks.verl import decision_counts, owned, v1_filtered_groups  # noqa: E402
+from esgrpo.hooks.verl import owned  # noqa: E402
+from esgrpo.hooks.verl.metrics import decision_counts  # noqa: E402
+from esgrpo.hooks.verl.v1.prompts import filtered_groups  # noqa: E402
 
 pytestmark = pytest.mark.slow
 PRUNE = {"repetition": {"enable": True}, "resolved": {"enable": True}, "audit": {"enable": True}}
@@ -44,7 +46,7 @@ def buffer_of(queue, monkeypatch):
                       filter_groups_metric=metric, max_inflight_gen_batches=1, train_batch_size=1, gen_batch_size=1)
         buffer.refills = refills
         if hooked:
-            hook = v1_filtered_groups.build(kind._dapo_filtered_keys)
+            hook = filtered_groups.build(kind._dapo_filtered_keys)
             monkeypatch.setattr(buffer, "_dapo_filtered_keys", hook.__get__(buffer))
         return buffer
 
@@ -89,8 +91,8 @@ def test_groups_that_pruning_left_without_gradient_are_replaced(queue, buffer_of
 def test_a_group_is_judged_once_and_stays_judged(queue, buffer_of, monkeypatch):
     groups(queue)
     buffer, judged = buffer_of(hooked=True), []
-    judge = v1_filtered_groups._judge
-    monkeypatch.setattr(v1_filtered_groups, "_judge", lambda *args: judged.append(args[2]) or judge(*args))
+    judge = filtered_groups._judge
+    monkeypatch.setattr(filtered_groups, "_judge", lambda *args: judged.append(args[2]) or judge(*args))
     first = evicted(buffer)
     assert evicted(buffer) == first and len(judged) == 1
     _, counts = buffer._dapo_filtered_keys("train")
@@ -145,12 +147,12 @@ def test_what_the_filter_evicts_because_of_pruning_is_counted_once(queue, buffer
 
 def test_its_end_is_recorded_once(queue, buffer_of, written, monkeypatch):
     """As replaced, not as evicted, too: the books would have two ends of one prompt."""
-    from esgrpo.hooks.verl import v1_failure
+    from esgrpo.hooks.verl.v1.prompts import failed_groups
 
     groups(queue)
     for metric, ends in (None, {"replaced": ["right"]}), ("acc", {"evicted": ["equal", "loop", "right"]}):
         buffer = buffer_of(hooked=True, metric=metric)
-        evict = v1_failure.build(type(buffer)._evict_terminal_groups)
+        evict = failed_groups.build(type(buffer)._evict_terminal_groups)
         monkeypatch.setattr(buffer, "_evict_terminal_groups", evict.__get__(buffer))
         monkeypatch.setattr(buffer, "_clear_groups", lambda *args: None)  # there are the same groups for the next one
         buffer._sync_metadata_from_transfer_queue()

@@ -11,7 +11,9 @@ pytest.importorskip("vllm")
 pytest.importorskip("transfer_queue")
 
 from esgrpo import config, engine  # noqa: E402
-from esgrpo.hooks.verl import reports, v1_handshake, v1_standalone_start  # noqa: E402
+from esgrpo.hooks.verl.fixes import standalone_start  # noqa: E402
+from esgrpo.hooks.verl.run import reports  # noqa: E402
+from esgrpo.hooks.verl.v1.run import handshake as v1_handshake  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +40,7 @@ def start(monkeypatch, hooked: bool):
     trainer.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     trainer._enable_hybrid_replicas, trainer.llm_server_manager, trainer.actor_rollout_wg = False, Manager(), None
     original = trainer_separate_async.PPOTrainerSeparateAsync._setup
-    (v1_standalone_start.build(original) if hooked else original)(trainer)
+    (standalone_start.build(original) if hooked else original)(trainer)
     return trainer
 
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from ci.tests.contract import prompt_owners as owners
-from esgrpo.hooks.verl import decision_counts, owned
+from esgrpo.hooks.verl import owned
+from esgrpo.hooks.verl.metrics import decision_counts
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
@@ -81,7 +82,7 @@ def submitted(patch, mode: str, step: int, hook: bool = True) -> tuple[list, lis
 
     queue, pieces = Queue(), []
     if hook and not hasattr(trainer_base.PPOTrainer._submit_batch_to_rollout, "__wrapped__"):
-        owners.hooked(patch, trainer_base.PPOTrainer, "_submit_batch_to_rollout", "v1_prompt_order")
+        owners.hooked(patch, trainer_base.PPOTrainer, "_submit_batch_to_rollout", "v1.prompts.prompt_order")
     patch.setattr(trainer_base, "tq", queue)
     patch.setattr(agent_loop_tq.ray, "get", lambda references: references)
     worker = SimpleNamespace(generate_sequences=owners.remote(pieces.append))
@@ -130,7 +131,8 @@ def buffer_of(patch, cls_name: str, hook: bool = True, rewarded: bool = True, **
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
     if hook:
-        owners.hooked(patch, replay_buffer.ReplayBuffer, "_sync_metadata_from_transfer_queue", "v1_prompt_outcomes")
+        owners.hooked(patch, replay_buffer.ReplayBuffer, "_sync_metadata_from_transfer_queue",
+                      "v1.prompts.prompt_outcomes")
     queue, refills = Queue(), []
     patch.setattr(replay_buffer, "tq", queue)
     patch.setattr(trainer_base.PPOTrainer, "_add_prompts_to_generate", lambda self, count: refills.append(count))
@@ -198,7 +200,7 @@ def test_a_step_saves_the_history_and_logs_the_sampler(prepared, tmp_path):
 
     from esgrpo import records
 
-    owners.hooked(prepared, trainer_base.PPOTrainer, "_consume_sync_metrics", "v1_prompt_steps")
+    owners.hooked(prepared, trainer_base.PPOTrainer, "_consume_sync_metrics", "v1.prompts.prompt_steps")
     trainer = owners.bare(PPOTrainerSync, config=owners.settings(), _pending_sync_metrics={"verl": 1.0})
     owners.mixed(owners.history_of(trainer), [1])
     prepared.setenv("ESGRPO_RUN_DIR", str(tmp_path))

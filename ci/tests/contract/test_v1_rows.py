@@ -15,14 +15,11 @@ pytest.importorskip("transfer_queue")
 import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import batch_of, put  # noqa: E402
-from esgrpo.hooks.verl import (  # noqa: E402
-    group_driver,
-    owned,
-    trained_rows,
-    v1_masked_rows,
-    v1_response_rows,
-    v1_trained_rows,
-)
+from esgrpo.hooks.verl import owned  # noqa: E402
+from esgrpo.hooks.verl.groups import rollout_driver  # noqa: E402
+from esgrpo.hooks.verl.metrics import trained_rows  # noqa: E402
+from esgrpo.hooks.verl.v1.rows import masked_rows, response_rows  # noqa: E402
+from esgrpo.hooks.verl.v1.rows import trained_rows as v1_trained_rows
 
 pytestmark = pytest.mark.slow
 PRUNING = json.dumps({"enable": True, "segment_length": 2, "prune": {"repetition": {"enable": True}}})
@@ -42,21 +39,21 @@ def postprocess(queue, hooked: bool) -> dict:
         outputs[-1].extra_fields["reward_extra_info"] = {"acc": True}
 
     original = AgentLoopWorkerTQ.__ray_metadata__.modified_class._agent_loop_postprocess
-    function = v1_response_rows.build(original) if hooked else original
+    function = response_rows.build(original) if hooked else original
     worker = SimpleNamespace(
         _compute_score=score, _compute_teacher_logprobs=nothing, _compute_multi_modal_inputs=lambda *_: {},
         _compute_position_ids=lambda ids, *_: torch.arange(ids.shape[1]).unsqueeze(0))
     output = AgentLoopOutput(prompt_ids=[1, 2], response_ids=[3, 4, 5], response_mask=[1, 1, 1], num_turns=2,
                              metrics=AgentLoopMetrics(), extra_fields={"min_global_steps": 7, "max_global_steps": 7})
-    seat = group_driver.join(group_driver.Driver(0, 8), "u", 1)
+    seat = rollout_driver.join(rollout_driver.Driver(0, 8), "u", 1)
     seat.response.spans, seat.response.tokens = [[5, 2], [7, 1]], 3
 
     async def scene():
-        token = group_driver.current.set(seat)
+        token = rollout_driver.current.set(seat)
         try:
             await function(worker, output, False, uid="u", session_id=0, global_steps=6, raw_prompt=[])
         finally:
-            group_driver.current.reset(token)
+            rollout_driver.current.reset(token)
 
     asyncio.run(scene())
     return {"tag": queue.tags["u_0_0"], "fields": queue.rows["u_0_0"]["extra_fields"],
@@ -95,13 +92,13 @@ def test_pruned_rows_are_masked_before_verl_reads_the_batch(queue, monkeypatch):
         for row in queue.rows.values():
             row["response_mask"] = torch.ones_like(row["response_mask"])
         monkeypatch.setenv("ESGRPO_SEGMENT", settings)
-        assert v1_masked_rows.build(original)(SimpleNamespace(), batch, metrics={}) is batch
+        assert masked_rows.build(original)(SimpleNamespace(), batch, metrics={}) is batch
     assert seen == [{"a_0_0": 3, "a_1_0": 0, "b_0_0": 2, "pad_0_0": 1},
                     {"a_0_0": 3, "a_1_0": 2, "b_0_0": 2, "pad_0_0": 1}]
 
 
 def test_masking_writes_both_masks_and_says_which(queue):
-    assert v1_masked_rows.mask(sampled(queue)) == ["a_1_0"]
+    assert masked_rows.mask(sampled(queue)) == ["a_1_0"]
     assert int(queue.rows["a_1_0"]["loss_mask"].sum()) == 0 and int(queue.rows["a_0_0"]["loss_mask"].sum()) == 3
 
 

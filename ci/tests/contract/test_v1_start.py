@@ -34,7 +34,7 @@ import verl.trainer.main_ppo as main
 from hydra import compose, initialize_config_dir
 from esgrpo import engine
 from esgrpo.errors import EsgrpoError
-from esgrpo.hooks.verl.driver_start import prepare
+from esgrpo.hooks.verl.run.driver_start import prepare
 
 answers = {}
 with initialize_config_dir(os.path.join(os.path.dirname(main.__file__), "config"), version_base=None):

@@ -7,7 +7,7 @@ import uuid
 import pytest
 
 from ci.tests.contract import patch_tree
-from esgrpo.hooks.verl import weight_socket
+from esgrpo.hooks.verl.fixes import weight_socket
 
 FILE = "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
 

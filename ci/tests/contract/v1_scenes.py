@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from transfer_queue import KVBatchMeta
 
-from esgrpo.hooks.verl import v1_carry_over
+from esgrpo.hooks.verl.v1.prompts import carried_groups
 
 
 def summary(group: str, member: int, outcome: str = "finish", rule: str = "", tokens: int = 3) -> dict:
@@ -72,7 +72,7 @@ class Trainer:
 
     def step(self, count: int) -> dict:
         metrics = {}
-        batch = v1_carry_over.build(Trainer._step_once)(self, metrics, {}, sample_batch_size=count)
+        batch = carried_groups.build(Trainer._step_once)(self, metrics, {}, sample_batch_size=count)
         self.queue.kv_clear(batch.keys, "train")
         self.global_steps += 1
         return {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("esgrpo/carry")}

@@ -31,14 +31,11 @@ from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.segments import CONTINUE, SegmentBook
 from esgrpo.algo.terms import Outcome
-from esgrpo.hooks.verl import (
-    group_driver,
-    group_members,
-    partial_attempts,
-    partial_group,
-    partial_members,
-    v1_response_rows,
-)
+from esgrpo.hooks.verl.groups import followed_members as group_members
+from esgrpo.hooks.verl.groups import rollout_driver
+from esgrpo.hooks.verl.v0_7_0 import client_attempts, grouped_calls
+from esgrpo.hooks.verl.v0_7_0 import followed_members as partial_members
+from esgrpo.hooks.verl.v1.rows import response_rows
 
 PROMPT = [900]
 AT_ONCE, ENDLESS = float("inf"), 1 << 40
@@ -223,7 +220,7 @@ class ScriptedServer:
 
     def _end(self, key: str, outcome: str, rule: str = "") -> None:
         request, payload = self._close(key, outcome, rule)
-        self._answer(request, "completed", kv_transfer_params={group_driver.PAYLOAD: payload})
+        self._answer(request, "completed", kv_transfer_params={rollout_driver.PAYLOAD: payload})
 
     def _answer(self, request: Request, stop_reason: str, **extra) -> None:
         request.future.set_result(TokenOutput(request.tokens, [0.0] * len(request.tokens), stop_reason=stop_reason,
@@ -346,7 +343,7 @@ def _play_hooks(script: Script, group_task) -> list:
 
 async def _generate(world: World):
     """verl 0.9's agent loop: generate, then score."""
-    seat = group_driver.current.get()
+    seat = rollout_driver.current.get()
     output = await world.client(seat.number).generate("r", prompt_ids=list(PROMPT),
                                                       sampling_params={"max_tokens": world.script.cap})
     return SimpleNamespace(extra_fields=dict(output.extra_fields), token_ids=output.token_ids,
@@ -371,7 +368,7 @@ async def _group_of_v1(world: World, index: int) -> None:
     async def postprocess(worker, output):
         assert output.extra_fields["esgrpo"]["score"] is None  # written to the TransferQueue before its reward
 
-    hooked = v1_response_rows.build(postprocess)
+    hooked = response_rows.build(postprocess)
 
     async def run_agent_loop(worker, world):
         await hooked(worker, await _generate(world))
@@ -390,10 +387,10 @@ async def _group_of_0_7_0(world: World, index: int) -> None:
         output = await client.server.generate(prompt_ids, sampling_params)
         return output.token_ids, output.log_probs, output.stop_reason == "aborted", output.extra_fields
 
-    hooked_attempt = partial_attempts.build(attempt)
+    hooked_attempt = client_attempts.build(attempt)
 
     async def run_agent_loop(worker, number, **kwargs):
-        seat = group_driver.current.get()
+        seat = rollout_driver.current.get()
         if seat is None:
             return kwargs["output"]  # whole already
         world.index.setdefault(seat.group, index)
@@ -410,7 +407,7 @@ async def _group_of_0_7_0(world: World, index: int) -> None:
         return await asyncio.gather(*(hooked_loop(worker, number, output=output, param_version=world.version)
                                       for number, output in enumerate(partial_output_list)))
 
-    hooked = partial_group.build(generate_sequences)
+    hooked = grouped_calls.build(generate_sequences)
     outputs = [None] * world.script.members
     while any(output is None or output.extra_fields["is_cancel"] for output in outputs):
         outputs = await hooked(world.worker, Batch(outputs), outputs)

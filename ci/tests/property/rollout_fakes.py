@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from esgrpo.algo import rollout
-from esgrpo.hooks.verl import attempt_places, client_attempts, group_driver
+from esgrpo.hooks.verl.groups import attempt_places, client_attempts, rollout_driver
 
 RESPONSE_LENGTH = 32  # of the fake rollout config
 
@@ -98,14 +98,14 @@ hooked_single = client_attempts.build(ResumingClient.single)
 hooked_acquire = attempt_places.build(ResumingClient.acquire)
 
 
-def new_driver(budget: int = RESPONSE_LENGTH) -> group_driver.Driver:
+def new_driver(budget: int = RESPONSE_LENGTH) -> rollout_driver.Driver:
     """The driver of a worker, outside Ray; settings are those of the environment."""
-    return group_driver.Driver(0, budget)
+    return rollout_driver.Driver(0, budget)
 
 
-def seat_of(driver, group: str = "g", size: int = 8, number: int | None = None) -> group_driver.Seat:
+def seat_of(driver, group: str = "g", size: int = 8, number: int | None = None) -> rollout_driver.Seat:
     """A member that has just begun; `number` where it is not the next one."""
-    return group_driver.join(driver, group, size, **({} if number is None else {"member": number}))
+    return rollout_driver.join(driver, group, size, **({} if number is None else {"member": number}))
 
 
 def ended(seat, score=None, now: float = 0.0, **facts) -> dict:
@@ -116,10 +116,10 @@ def ended(seat, score=None, now: float = 0.0, **facts) -> dict:
 def run_with_member(seat, coroutine):
     """Runs the coroutine the way an agent-loop worker runs one response: with its member in the context."""
     async def run():
-        token = group_driver.current.set(seat)
+        token = rollout_driver.current.set(seat)
         try:
             return await coroutine
         finally:
-            group_driver.current.reset(token)
+            rollout_driver.current.reset(token)
 
     return asyncio.run(run())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ci.tests.property.test_group_rollout import BUDGET, LOOPS, World
 from esgrpo import config
 from esgrpo.hooks.verl import owned
-from esgrpo.hooks.verl.group_rows import mask_pruned
+from esgrpo.hooks.verl.groups.masked_rows import mask_pruned
 
 AUDIT = {"enable": True, "exempt_prob": 0.5, "max_fraction": 0.75, "window": 50, "min_candidates": 1,
          "max_false_rate": 1.0}

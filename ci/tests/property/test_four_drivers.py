@@ -23,7 +23,7 @@ from ci.tests.property.lockstep import (
     play_simulator,
     play_v1,
 )
-from esgrpo.hooks.verl import group_driver
+from esgrpo.hooks.verl.groups import rollout_driver
 
 ADVISED = {"simulator": play_simulator, "engine": play_engine, "fully async": play_fully_async, "v1": play_v1}
 EVERY = {**ADVISED, "0.7.0": play_0_7_0}
@@ -171,7 +171,7 @@ def test_hooks_that_leave_an_action_out_are_found_out(monkeypatch):
     async def finish(self, action):
         pass
 
-    monkeypatch.setattr(group_driver.Driver, "_finish", finish)
+    monkeypatch.setattr(rollout_driver.Driver, "_finish", finish)
     with pytest.raises(AssertionError):
         compare(ALIKE, ADVISED)
 

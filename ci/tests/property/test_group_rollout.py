@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from ci.tests.property.rollout_fakes import ResumingClient, TokenOutput
 from esgrpo import config
 from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
-from esgrpo.hooks.verl import group_driver, group_members, owned
-from esgrpo.hooks.verl.group_rows import mask_pruned
+from esgrpo.hooks.verl import owned
+from esgrpo.hooks.verl.groups import followed_members, rollout_driver
+from esgrpo.hooks.verl.groups.masked_rows import mask_pruned
 
 PROMPT = [900]
 BUDGET = 60
@@ -151,7 +152,7 @@ class World:
 
     async def agent_loop(self, worker, group, length, alphabet):
         """verl's _run_agent_loop: generate, then score. Length 0 stands for an agent loop that fails."""
-        seat = group_driver.current.get()
+        seat = rollout_driver.current.get()
         if length == 0:
             await asyncio.sleep(0)
             raise RuntimeError("no reward")
@@ -165,7 +166,7 @@ class World:
                                response_mask=torch.ones(1, BUDGET, dtype=torch.long))
 
     async def run(self):
-        tasks = [asyncio.ensure_future(group_members.run_member(self.agent_loop, self.worker, group,
+        tasks = [asyncio.ensure_future(followed_members.run_member(self.agent_loop, self.worker, group,
                                                                 (group, length, alphabet), {}))
                  for group, members in self.case["groups"].items() for length, alphabet in members]
         step = 0

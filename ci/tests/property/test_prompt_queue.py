@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from esgrpo.algo.routing import CLASSES, TAIL, ClassLoad, PromptQueue, TailShare, choose_replica, tail_set
-from esgrpo.hooks.verl.prompt_queue import OrderedQueue
+from esgrpo.hooks.verl.prompts.prompt_queue import OrderedQueue
 
 AGEING = 3
 

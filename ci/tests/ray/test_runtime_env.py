@@ -66,7 +66,7 @@ def test_a_worker_has_the_overlay(answers, name, answer):
 def reach(monkeypatch):
     """_reach_every_worker on a config with these env_vars; returns the env_vars that Ray would get."""
     omegaconf = pytest.importorskip("omegaconf")
-    driver_start = importlib.import_module("esgrpo.hooks.verl.driver_start")
+    driver_start = importlib.import_module("esgrpo.hooks.verl.run.driver_start")
     monkeypatch.setenv("ESGRPO_ENABLE", "1")
     monkeypatch.setenv("ESGRPO_SEGMENT", '{"enable": true}')
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
@@ -103,12 +103,12 @@ def test_a_python_path_with_the_overlay_is_accepted(reach, overlay):
 @pytest.mark.parametrize("where", ["purelib", "beside"])
 def test_an_installed_overlay_needs_no_python_path(reach, monkeypatch, tmp_path, where):
     """An editable install keeps its .pth in site-packages, a wheel has it beside the package."""
-    driver_start = importlib.import_module("esgrpo.hooks.verl.driver_start")
+    driver_start, config = map(importlib.import_module, ("esgrpo.hooks.verl.run.driver_start", "esgrpo.config"))
     (tmp_path / "esgrpo.pth").write_text("")
     if where == "purelib":
         monkeypatch.setattr(driver_start.sysconfig, "get_path", lambda name: str(tmp_path))
     else:
-        monkeypatch.setattr(driver_start, "__file__", str(tmp_path / "esgrpo" / "hooks" / "verl" / "driver_start.py"))
+        monkeypatch.setattr(config, "__file__", str(tmp_path / "esgrpo" / "config.py"))
     assert reach({"PYTHONPATH": "/code"})["PYTHONPATH"] == "/code"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ci.tests.property.rollout_fakes import ended, new_driver, seat_of
 from esgrpo.algo import rollout
-from esgrpo.hooks.verl import client_attempts, group_driver
+from esgrpo.hooks.verl.groups import client_attempts, rollout_driver
 
 BUDGET = 1000
 
@@ -33,7 +33,8 @@ def payload(outcome, spans, rule="", boundaries=0):
 def play(seat, *outputs_and_prompts, left: int = BUDGET):
     """Attempts of one member: (output, prompt tokens) each; returns the last action."""
     async def scene():
-        return [await group_driver.attempt_ended(seat, output, prompt, left) for output, prompt in outputs_and_prompts]
+        return [await rollout_driver.attempt_ended(seat, output, prompt, left)
+                for output, prompt in outputs_and_prompts]
 
     return asyncio.run(scene())[-1]
 
@@ -47,11 +48,11 @@ def test_an_attempt_tells_the_scheduler_what_was_done_before():
 
 def test_a_member_goes_on_where_it_was_interrupted_under_another_version():
     driver = new_driver()
-    seat = group_driver.join(driver, "g", 2, version=3)
+    seat = rollout_driver.join(driver, "g", 2, version=3)
     play(seat, (output([1, 2], payload=payload("yield", [[-1, 2]], boundaries=1)), 10), (output([3], "aborted"), 12))
     state = json.loads(json.dumps(seat.response.state()))
     assert seat.on(rollout.MemberEnded, now=0.0, carried=True) is None  # no record yet
-    again = group_driver.join(new_driver(), "g", 2, member=0, state=state, version=5)
+    again = rollout_driver.join(new_driver(), "g", 2, member=0, state=state, version=5)
     assert again.fields() == {"group": "g", "member": 0, "done_before": 3, "length_class": "body", "move": False,
                               "segment_length": 1024}
     play(again, (output([4, 5], payload=payload("finish", [[-1, 2]])), 13))
@@ -61,11 +62,11 @@ def test_a_member_goes_on_where_it_was_interrupted_under_another_version():
 
 @pytest.mark.hook("attempt-places")
 def test_an_attempt_says_where_it_was_unless_it_was_aborted(monkeypatch):
-    monkeypatch.setattr(group_driver.time, "time", lambda: 2.0)
+    monkeypatch.setattr(rollout_driver.time, "time", lambda: 2.0)
     seat = seat_of(new_driver())
-    monkeypatch.setattr(group_driver.time, "time", lambda: 7.0)
+    monkeypatch.setattr(rollout_driver.time, "time", lambda: 7.0)
     play(seat, (output([1], "aborted", global_steps=0), 10))
-    monkeypatch.setattr(group_driver.time, "time", lambda: 9.0)
+    monkeypatch.setattr(rollout_driver.time, "time", lambda: 9.0)
     play(seat, (output([2, 3], payload=payload("finish", [[1, 2]])), 11))
     assert ended(seat)["places"] == [["", 2.0, 7.0, 1], ["1", 5.0, 9.0, 2]]
 
@@ -181,7 +182,7 @@ def test_an_attempt_says_its_class_and_whether_it_may_be_moved(monkeypatch, fore
         segment = {"enable": True, "history": {"enable": True}, "routing": {"enable": routing, "tail_share": share}}
         monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps(segment))
         monkeypatch.setenv("ESGRPO_FACTS", json.dumps({"replicas": replicas}))
-        seat = group_driver.join(new_driver(), "g", 8, forecast=forecast)
+        seat = rollout_driver.join(new_driver(), "g", 8, forecast=forecast)
         seat.response.length_class = own
         fields = seat.fields()
         assert (fields["length_class"], fields["move"]) == (expected[0], expected[1] and replicas > 1 and share > 0)

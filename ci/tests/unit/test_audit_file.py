@@ -10,7 +10,7 @@ import pytest
 
 from esgrpo import config, records
 from esgrpo.algo.group_pruning import Finished
-from esgrpo.hooks.verl import audit_pool, group_driver
+from esgrpo.hooks.verl.groups import audit_pool, rollout_driver
 
 PRUNE = {"finish_group_after": 2, "audit": {"enable": True, "min_candidates": 1, "max_false_rate": 1.0}}
 FILE, BUDGET = "history-audit.json", 64
@@ -39,7 +39,7 @@ class Pool:
 
 
 async def workers(pool, count: int = 1):
-    made = [group_driver.Driver(index, BUDGET, pool) for index in range(count)]
+    made = [rollout_driver.Driver(index, BUDGET, pool) for index in range(count)]
     await settled()
     return made
 
@@ -97,7 +97,7 @@ def test_a_worker_that_comes_late_gets_all_of_it(run_dir):
         first, = await workers(pool)
         first.runs.rules.pruner._learned("length", 0.1, 2.0, True, 1.0)
         await learn(first, "a")
-        late = group_driver.Driver(7, BUDGET, pool)
+        late = rollout_driver.Driver(7, BUDGET, pool)
         await settled()
         return rate(late), calibration(late) == calibration(first)
 
@@ -168,7 +168,7 @@ def test_a_pool_that_is_gone_costs_nothing_but_the_sharing(run_dir, capsys):
         exchange = SimpleNamespace(remote=None)
 
     async def scene():
-        driver = group_driver.Driver(0, BUDGET, Gone())
+        driver = rollout_driver.Driver(0, BUDGET, Gone())
         await settled()
         return driver.decisions["advice/failed"]
 

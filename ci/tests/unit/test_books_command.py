@@ -49,16 +49,16 @@ def test_a_directory_that_cannot_be_written_to_does_not_stop_a_start(run_dir, ca
 def test_a_response_says_its_run_and_its_prompt(run_dir, monkeypatch):
     """The key of a group's prompt is that of the history, and is computed once a group."""
     from esgrpo.algo import history, rollout
-    from esgrpo.hooks.verl import group_driver
+    from esgrpo.hooks.verl.groups import rollout_driver
 
     start(run_dir)
     monkeypatch.delenv("ESGRPO_SEGMENT", raising=False)
     seen, key, raw = [], history.prompt_key, [{"role": "user", "content": "1 + 1"}]
     monkeypatch.setattr(history, "prompt_key", lambda raw: (seen.append(raw), key(raw))[1])
-    driver = group_driver.Driver(0, 8)
-    seats = [group_driver.join(driver, group, 2, prompt=driver.prompt(group, raw)) for group in ("a", "a", "b")]
+    driver = rollout_driver.Driver(0, 8)
+    seats = [rollout_driver.join(driver, group, 2, prompt=driver.prompt(group, raw)) for group in ("a", "a", "b")]
     assert len(seen) == 2 and driver.prompt("c", None) is None
-    found = group_driver.row_of(seats[1].on(rollout.MemberEnded, now=0.0), driver)
+    found = rollout_driver.row_of(seats[1].on(rollout.MemberEnded, now=0.0), driver)
     assert {name: found[name] for name in ("run", "restart", "prompt", "group", "member")} == {
         "run": os.environ[records.ENV_RUN_ID], "restart": 0, "prompt": key(raw), "group": "a", "member": 1}
 
@@ -66,7 +66,7 @@ def test_a_response_says_its_run_and_its_prompt(run_dir, monkeypatch):
 def test_a_file_that_verl_is_to_read_and_cannot_be_written_is_one_line(run_dir, monkeypatch):
     omegaconf = pytest.importorskip("omegaconf")
     from esgrpo.errors import EsgrpoError
-    from esgrpo.hooks.verl import config_rules, driver_start
+    from esgrpo.hooks.verl.run import config_rules, driver_start
 
     (run_dir / "esgrpo").write_text("a file where the directory should be")
     monkeypatch.setattr(config_rules, "check_model_path", lambda path: None)
@@ -82,7 +82,7 @@ def test_at_the_end_of_a_run_its_actors_write_what_they_hold(run_dir, monkeypatc
     from types import SimpleNamespace
 
     ray = pytest.importorskip("ray")
-    from esgrpo.hooks.verl import reports
+    from esgrpo.hooks.verl.run import reports
 
     waited = []
     monkeypatch.setattr(ray, "wait", lambda pending, num_returns, timeout: waited.append((num_returns, timeout > 0)))

@@ -8,7 +8,7 @@ omegaconf = pytest.importorskip("omegaconf")
 
 from esgrpo import config as settings  # noqa: E402
 from esgrpo.errors import ConfigError  # noqa: E402
-from esgrpo.hooks.verl.config_rules import Plan, fill, optimizer_steps_per_version  # noqa: E402
+from esgrpo.hooks.verl.run.config_rules import Plan, fill, optimizer_steps_per_version  # noqa: E402
 
 ANCHOR = "segment.pois.anchor: auto -> "
 

@@ -18,7 +18,10 @@ from esgrpo.algo.history import PromptHistory
 from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing_order import inversions, longest_first
 from esgrpo.algo.rows import Decisions
-from esgrpo.hooks.verl import decision_counts, group_driver, owned, token_outputs
+from esgrpo.hooks.verl import owned
+from esgrpo.hooks.verl.groups import rollout_driver
+from esgrpo.hooks.verl.metrics import decision_counts
+from esgrpo.hooks.verl.server import token_outputs
 from esgrpo.tools import decided
 
 ON = {"enable": True, "history": {"enable": True}}
@@ -132,7 +135,7 @@ def test_without_text_is_counted_for_the_next_window():
                                        "token_outputs/with_text": 1}
 
 
-def worker_run(tmp_path, monkeypatch, **segment) -> tuple[group_driver.Driver, list[dict]]:
+def worker_run(tmp_path, monkeypatch, **segment) -> tuple[rollout_driver.Driver, list[dict]]:
     """A worker whose group of two hands one response back once, and whose engine prunes the other one as a loop."""
     settings = config.parse({"enable": True, "boundary": "yield", "prune": {"repetition": {"enable": True}}, **segment})
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
@@ -147,7 +150,7 @@ def worker_run(tmp_path, monkeypatch, **segment) -> tuple[group_driver.Driver, l
         for seat, outcome, rule in ((seats[0], "yield", "boundary"), (seats[0], "finish", ""),
                                     (seats[1], "prune", "repetition")):
             seat.on(rollout.AttemptEnded, now=1.0, tokens=4, left=20, answer={**book, "outcome": outcome, "rule": rule})
-        return driver, [group_driver.row_of(seat.on(rollout.MemberEnded, now=2.0, score=1.0), driver).row()
+        return driver, [rollout_driver.row_of(seat.on(rollout.MemberEnded, now=2.0, score=1.0), driver).row()
                         for seat in seats]
 
     return asyncio.run(run())
@@ -231,7 +234,7 @@ def test_rows_that_come_twice_or_late_change_nothing():
 
 def test_the_driver_names_the_trainer_and_its_batches():
     omegaconf = pytest.importorskip("omegaconf")
-    from esgrpo.hooks.verl.driver_start import _trainer
+    from esgrpo.hooks.verl.run.driver_start import _trainer
 
     def facts(**config):
         return tuple(_trainer(omegaconf.OmegaConf.create({"trainer": {}, **config})).values())
@@ -243,7 +246,8 @@ def test_the_driver_names_the_trainer_and_its_batches():
 
 
 def test_a_window_takes_along_what_its_server_counted(monkeypatch):
-    from esgrpo.hooks.verl import server_control, server_version
+    from esgrpo.hooks.verl.server import control_methods
+    from esgrpo.hooks.verl.sync import weight_version
 
     async def engine_call(server, name, version):
         return [{"version": version}]
@@ -251,10 +255,10 @@ def test_a_window_takes_along_what_its_server_counted(monkeypatch):
     async def original(self):
         self.global_steps = 3
 
-    monkeypatch.setattr(server_control, "engine_call", engine_call)
+    monkeypatch.setattr(control_methods, "engine_call", engine_call)
     server = SimpleNamespace()
     token_outputs.count(server, True)
     for _ in range(2):
-        asyncio.run(server_version.build(original)(server))
+        asyncio.run(weight_version.build(original)(server))
     assert owned.of(server, owned.Server).windows == [{"version": 3, "token_outputs": {"responses": 1, "with_text": 0}},
                                                       {"version": 3}]

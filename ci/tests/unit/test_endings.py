@@ -88,7 +88,7 @@ def test_advice_names_the_checkpoint_or_says_that_there_is_none():
 
 
 def test_the_latest_whole_checkpoint(tmp_path):
-    from esgrpo.hooks.verl.resume_point import latest
+    from esgrpo.hooks.verl.run.resume_point import latest
 
     assert latest(str(tmp_path)) is None
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
@@ -101,7 +101,7 @@ def test_the_latest_whole_checkpoint(tmp_path):
 
 
 def test_names_of_the_handshake(tmp_path, monkeypatch):
-    from esgrpo.hooks.verl.reports import actor_names
+    from esgrpo.hooks.verl.run.reports import actor_names
 
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     assert actor_names() == {}

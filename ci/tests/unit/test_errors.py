@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from esgrpo import cli, errors, guard
 from esgrpo.algo import failures
 from esgrpo.errors import ConfigError, EsgrpoError, plain
-from esgrpo.hooks.verl import failed_prompts, kept_requests
+from esgrpo.hooks.verl.prompts import failed_prompts
+from esgrpo.hooks.verl.sync import kept_requests
 from esgrpo.tools.doctor import logs
 
 ESCAPES = ["\x1b[31m", "\x1b[2J", "\x1b]0;title\x07", "\x1b]8;;http://x\x1b\\", "\x1bc", "\x9b2J", "\x07", "\r",

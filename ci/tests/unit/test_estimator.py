@@ -111,7 +111,7 @@ def test_a_standard_deviation_leaves_a_bias():
 
 
 def test_rows_that_lost_their_summary_stop_the_run():
-    from esgrpo.hooks.verl.weighted_rows import keep_of
+    from esgrpo.hooks.verl.losses.weighted_rows import keep_of
 
     row = {"keep_probability": 0.5, "pivot": 1.0}
     assert keep_of({"esgrpo": [row, {"keep_probability": 1.0, "pivot": None}]}).pi == [0.5, 1.0]
@@ -131,7 +131,7 @@ def gradient_of(name, advantages, tmp):
     from verl.trainer.ppo import core_algos
     from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
-    from esgrpo.hooks.verl import policy_losses
+    from esgrpo.hooks.verl.losses import policy_losses
 
     config = FSDPActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=False,
                              loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=6,
@@ -147,7 +147,7 @@ def gradient_of(name, advantages, tmp):
 @pytest.mark.parametrize("name", all_of_verls_losses())
 def test_a_weight_in_the_advantage_is_a_weight_of_the_row(name):
     """Row weight w folded into A gives w times the row's gradient; the losses that config_rules refuses do not."""
-    from esgrpo.hooks.verl.config_rules import NOT_HOMOGENEOUS
+    from esgrpo.hooks.verl.run.config_rules import NOT_HOMOGENEOUS
 
     torch.manual_seed(3)
     rows = {"old": -torch.rand(4, 6, dtype=torch.float64), "mask": torch.ones(4, 6, dtype=torch.float64)}
@@ -168,7 +168,7 @@ def test_through_verls_compute_advantage(monkeypatch):
     from verl.trainer.ppo import core_algos
     from verl.trainer.ppo.ray_trainer import compute_advantage
 
-    from esgrpo.hooks.verl import grpo_segment, weighted_rows
+    from esgrpo.hooks.verl.losses import grpo_segment, weighted_rows
 
     monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", dict(core_algos.ADV_ESTIMATOR_REGISTRY))
     grpo_segment.apply(core_algos)
@@ -204,7 +204,7 @@ def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois",
     from omegaconf import OmegaConf
 
     from esgrpo import config as settings
-    from esgrpo.hooks.verl.config_rules import Plan, fill
+    from esgrpo.hooks.verl.run.config_rules import Plan, fill
 
     config = OmegaConf.create({
         "actor_rollout_ref": {"actor": {"loss_agg_mode": mode, "loss_scale_factor": factor, "ppo_epochs": 1,
@@ -239,7 +239,7 @@ def test_verl_0_7_0_is_refused_and_optional_stopping_without_audit_everywhere():
 
 def test_masked_rows_never_reach_a_weighted_gradient():
     """A row that the coin fell against ended by itself before the engine heard of it: complete, and still masked."""
-    from esgrpo.hooks.verl.group_rows import mask_pruned
+    from esgrpo.hooks.verl.groups.masked_rows import mask_pruned
 
     def agent_row(**fields):
         return SimpleNamespace(extra_fields={"esgrpo": {"group": "g", "outcome": "finish", "rule": "", **fields}},

@@ -9,7 +9,7 @@ import pytest
 
 from esgrpo import cli
 from esgrpo.algo import accounting, calibration, carry_over, decisions, prompt_sampling, routing
-from esgrpo.hooks.verl import trained_rows
+from esgrpo.hooks.verl.metrics import trained_rows
 from esgrpo.tools.explain import report
 
 OVERLAY = Path(report.__file__).resolve().parents[2]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from esgrpo import config
-from esgrpo.hooks.verl.group_rows import mask_pruned
-from esgrpo.hooks.verl.trained_rows import metrics, rows_of
+from esgrpo.hooks.verl.groups.masked_rows import mask_pruned
+from esgrpo.hooks.verl.metrics.trained_rows import metrics, rows_of
 
 
 def agent_row(group=None, outcome="finish", mask=(1, 1, 0)):
@@ -102,7 +102,7 @@ def test_metrics_of_a_small_batch():
 
 
 def test_throughput_is_per_device_second(monkeypatch):
-    from esgrpo.hooks.verl import trained_rows
+    from esgrpo.hooks.verl.metrics import trained_rows
 
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(trained_rows, "time", SimpleNamespace(time=lambda: clock.now))

@@ -18,7 +18,7 @@ LENGTH = 9
 @pytest.fixture
 def hook(monkeypatch):
     """The hook file, applied; upstream's registry is restored afterwards."""
-    code = importlib.import_module("esgrpo.hooks.verl.grpo_segment")
+    code = importlib.import_module("esgrpo.hooks.verl.losses.grpo_segment")
     monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", dict(core_algos.ADV_ESTIMATOR_REGISTRY))
     code.apply(core_algos)
     return code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from esgrpo.hooks.verl.reports import find_problem, of_rollouter
+from esgrpo.hooks.verl.run.reports import find_problem, of_rollouter
 
 
 def row(slug: str, state: str, needed: bool = True) -> dict:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from esgrpo import config, records
-from esgrpo.hooks.verl import prompt_history
+from esgrpo.hooks.verl.prompts import prompt_history
 
 
 @pytest.fixture

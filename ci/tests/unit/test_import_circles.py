@@ -18,11 +18,16 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def imported(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """Modules of the package that `name` imports anywhere. Not itself: a hook that Ray ships by value asks for its own
-    module by name."""
+    """Modules of the package that `name` imports anywhere, but for annotations. Not itself: a hook that Ray ships by
+    value asks for its own module by name."""
     found = set()
     parents = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    annotations = {id(below) for node in tree.body if isinstance(node, ast.If)
+                   and ast.unparse(node.test) == "TYPE_CHECKING" for below in node.body}
+    for node in ast.walk(tree):
+        if id(node) in annotations:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

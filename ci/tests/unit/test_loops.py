@@ -18,7 +18,8 @@ from esgrpo.algo.group_pruning import Finished, GroupPruner
 from esgrpo.algo.segments import PRUNE, YIELD, SegmentBook
 from esgrpo.algo.terms import Rule
 from esgrpo.config import Repetition
-from esgrpo.hooks.verl import client_attempts, config_rules
+from esgrpo.hooks.verl.groups import client_attempts
+from esgrpo.hooks.verl.run import config_rules
 
 RULE = Repetition(enable=True)
 # control: what once was a proven loop

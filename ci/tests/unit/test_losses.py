@@ -21,7 +21,7 @@ SEEDS = tuple(range(8))
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """Both losses registered as the engine does it, default settings, and upstream's registry restored afterwards."""
-    hook = importlib.import_module("esgrpo.hooks.verl.policy_losses")
+    hook = importlib.import_module("esgrpo.hooks.verl.losses.policy_losses")
     monkeypatch.delenv("ESGRPO_SEGMENT", raising=False)
     monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
     hook.apply(core_algos)
@@ -312,7 +312,7 @@ def model_output(batch, micro):
 def through_ppo_loss(batch, loss_mode, acc, size=3, mode="token-mean", entropy=True, rollout=True):
     from verl.workers.utils import losses as verl_losses
 
-    hook = importlib.import_module("esgrpo.hooks.verl.loss_context")
+    hook = importlib.import_module("esgrpo.hooks.verl.losses.loss_context")
     ppo_loss = hook.build(verl_losses.ppo_loss)
     config = actor_config(loss_agg_mode=mode)
     object.__setattr__(config.policy_loss, "loss_mode", loss_mode)
@@ -329,7 +329,7 @@ def through_ppo_loss(batch, loss_mode, acc, size=3, mode="token-mean", entropy=T
 
 def test_micro_batch_columns():
     """Entropy is aligned with the response tokens, and every column follows its row through shuffling."""
-    batch, hook = Batch(4), importlib.import_module("esgrpo.hooks.verl.loss_context")
+    batch, hook = Batch(4), importlib.import_module("esgrpo.hooks.verl.losses.loss_context")
     batch.calm = torch.arange(1, ROWS + 1, dtype=torch.float64)
     entropy = torch.distributions.Categorical(logits=batch.logits.detach()).entropy() * batch.calm[:, None]
     order, acc = [], [True, False, False, True, True, False]

@@ -16,10 +16,10 @@ PREFIX = "esgrpo_"
 BY_NAME = ("getattr", "setattr", "hasattr", "setdefault", "pop", "get")  # of an object, or of its __dict__
 ALLOWED = {
     ("vllm/first_and_last_output.py", "esgrpo_told"): "a flag on vLLM's request, looked at for every token",
-    ("verl/weight_socket.py", "esgrpo_socket"): "a mark on our own function, by which it is known again",
-    ("verl/group_members.py", "esgrpo_forecast"): "a column of verl's batch, by whose name verl hands it to a worker",
-    ("verl/reports.py", "esgrpo_engine_reports"): "a method that server-control adds: Ray calls methods by name",
-    ("verl/routing_metrics.py", "esgrpo_take_metrics"): "a method of our own TailRouter",
+    ("verl/fixes/weight_socket.py", "esgrpo_socket"): "a mark on our own function, by which it is known again",
+    ("verl/groups/followed_members.py", "esgrpo_forecast"): "a column of verl's batch; verl hands it on by its name",
+    ("verl/run/reports.py", "esgrpo_engine_reports"): "a method that server-control adds: Ray calls methods by name",
+    ("verl/metrics/routing_metrics.py", "esgrpo_take_metrics"): "a method of our own TailRouter",
 }
 
 

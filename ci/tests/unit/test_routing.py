@@ -11,8 +11,10 @@ import pytest
 from esgrpo import config, records
 from esgrpo.algo import routing
 from esgrpo.algo.routing import BODY, SHORT, TAIL, ClassLoad, PromptQueue, TailShare, choose_replica
-from esgrpo.hooks.verl import prompt_queue, routing_metrics, tail_router
-from esgrpo.hooks.verl.prompt_queue import OrderedQueue
+from esgrpo.hooks.verl.metrics import routing_metrics
+from esgrpo.hooks.verl.prompts import prompt_queue
+from esgrpo.hooks.verl.prompts.prompt_queue import OrderedQueue
+from esgrpo.hooks.verl.server import tail_router
 
 
 class Clock:

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from esgrpo.errors import EsgrpoError
-from esgrpo.hooks.verl import server_calls
+from esgrpo.hooks.verl.server import calls_with_deadline
 
-HOOKS = Path(server_calls.__file__).parent
-NOT_OURS = {"server_calls.py"}  # where the deadline is
+HOOKS = Path(calls_with_deadline.__file__).parents[1]
+NOT_OURS = {"calls_with_deadline.py"}  # where the deadline is
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(server_calls, "ANSWER_DEADLINE_S", 0.01)
-    monkeypatch.setattr(server_calls, "said", set())
+    monkeypatch.setattr(calls_with_deadline, "ANSWER_DEADLINE_S", 0.01)
+    monkeypatch.setattr(calls_with_deadline, "said", set())
 
 
 async def answer(value):
@@ -30,18 +30,19 @@ async def never():
 
 
 def test_answers_come_in_order():
-    assert asyncio.run(server_calls.answers([answer(1), answer(2)], "progress")) == [1, 2]
+    assert asyncio.run(calls_with_deadline.answers([answer(1), answer(2)], "progress")) == [1, 2]
 
 
 def test_what_the_run_needs_is_an_error_in_one_line():
     with pytest.raises(EsgrpoError) as caught:
-        asyncio.run(server_calls.answers([answer(1), never()], "require_abort"))
+        asyncio.run(calls_with_deadline.answers([answer(1), never()], "require_abort"))
     assert str(caught.value).count(" | ") == 3 and "require_abort" in str(caught.value)
 
 
 def test_late_advice_is_said_once_and_is_nothing(capfd):
     for _ in range(2):
-        assert asyncio.run(server_calls.answers_if_any([never()], "progress", "segments keep their length")) == []
+        late = calls_with_deadline.answers_if_any([never()], "progress", "segments keep their length")
+        assert asyncio.run(late) == []
     said = capfd.readouterr().err
     assert said.count("no answer to progress") == 1 and "segments keep their length" in said
 
@@ -51,7 +52,7 @@ def calls(tree: ast.AST, name: str):
             and isinstance(node.func, ast.Attribute) and node.func.attr == name]
 
 
-@pytest.mark.parametrize("path", sorted(HOOKS.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(HOOKS.rglob("*.py")), ids=lambda path: path.stem)
 def test_every_wait_for_an_actor_has_a_deadline(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     gets = [node for node in calls(tree, "get") if ast.unparse(node.func) == "ray.get"]

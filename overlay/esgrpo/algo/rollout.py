@@ -1,8 +1,8 @@
 """A group's life, from the first attempt of its first member to the record of its last: one pure machine.
 
 Events come in, actions go out; the driver carries actions out and decides nothing. Drivers: the hooks of verl 0.9
-(`hooks/verl/group_members.py`, fully async and v1 alike), those of verl 0.7.0 (`partial_members.py`), the simulator and
-the engine benchmark (`bench/policies/es_grpo.py`). What an engine decides by itself, a boundary or a loop, it decides
+(`hooks/verl/groups`, fully async and v1 alike), those of verl 0.7.0 (`hooks/verl/v0_7_0`), the simulator and the engine
+benchmark (`bench/policies/es_grpo.py`). What an engine decides by itself, a boundary or a loop, it decides
 with `algo/segments.py` and tells in the answer of an attempt.
 
     Submitted        a member begins, or comes back from an interruption     -> Submit

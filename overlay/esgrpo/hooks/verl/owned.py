@@ -17,8 +17,8 @@ from esgrpo.algo.resuming import InFlight
 if TYPE_CHECKING:
     from esgrpo.algo.carry_over import CarryOver
     from esgrpo.algo.history import PromptHistory
-    from esgrpo.hooks.verl.group_driver import Driver
-    from esgrpo.hooks.verl.prompt_order import PromptOrder
+    from esgrpo.hooks.verl.groups.rollout_driver import Driver
+    from esgrpo.hooks.verl.prompts.prompt_order import PromptOrder
 
 Part = TypeVar("Part")
 

@@ -125,7 +125,7 @@ def _overlay(config, main: str) -> list[dict]:
 
     from esgrpo import config as settings
     from esgrpo.errors import EsgrpoError
-    from esgrpo.hooks.verl import config_rules
+    from esgrpo.hooks.verl.run import config_rules
 
     OmegaConf.set_struct(config, False)
     said: list[dict] = []

@@ -1,0 +1,54 @@
+"""One audit for the run: a named Ray actor that hears what the audit of each agent-loop worker learned. No hook.
+
+It keeps what was learned in one file beside the prompt history, so that a restarted run goes on from it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+NAME = "esgrpo-audit"
+
+
+class AuditPool:
+    """`exchange` is all that workers call; answers are (lessons, state): state for a worker that is new here."""
+
+    def __init__(self, budget: int):
+        from esgrpo import config
+        from esgrpo.algo.audit import Audit
+        from esgrpo.algo.group_pruning import GroupPruner
+        from esgrpo.algo.lessons import LessonPool
+        from esgrpo.hooks.verl import state_files
+
+        settings = config.current()
+        pruner = GroupPruner(settings, Audit(settings.prune.audit, random.Random(settings.seed)), budget)
+        self._file = file()
+        state_files.restored("prune-audit", self._file, pruner.restore)
+        self._pool = LessonPool(pruner)
+
+    def exchange(self, worker: int, lessons: list) -> tuple[list, dict | None]:
+        from esgrpo import records
+
+        answer = self._pool.exchange(worker, lessons)
+        if lessons and self._file is not None:
+            state = self._pool.state()  # now: the writer thread must not read what the next call changes
+            records.save(self._file, lambda: state)
+        return answer
+
+
+def file() -> str | None:
+    """Beside the prompt history; None without a run directory, then nothing is kept."""
+    from esgrpo.hooks.verl.prompts import prompt_history
+
+    history = prompt_history.path()
+    return history and f"{os.path.splitext(history)[0]}-audit.json"
+
+
+def of_run(budget: int):
+    """Handle of the run's pool, made by the first worker that asks; None outside Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    return ray.remote(AuditPool).options(name=NAME, get_if_exists=True, num_cpus=0).remote(budget)

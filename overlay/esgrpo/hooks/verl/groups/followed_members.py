@@ -1,0 +1,67 @@
+"""Gives every response its group and number, and records what happened to it."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook
+
+HOOK = Hook(
+    slug="group-members",
+    target="verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop",
+    process=("agent-loop-worker",),
+    kind="wrap",
+    why="the only method that sees one response of a known group from start to end, in every agent loop; vLLM "
+        "scatters a group over replicas and knows no groups",
+    remove_when="verl offers a callback per response with its uid",
+    features=("observe",),
+    relies_on=("verl.experimental.agent_loop.agent_loop:AgentLoopWorker.generate_sequences",),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def _run_agent_loop(self, *args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl.groups import followed_members
+
+        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        group = arguments["kwargs"].get("uid") if "kwargs" in arguments else None
+        if arguments["trajectory"]["validate"] or group is None:
+            return await original(self, *args, **kwargs)
+        forecast = arguments["kwargs"].get("esgrpo_forecast")
+        raw_prompt = arguments["kwargs"].get("raw_prompt")
+        return await followed_members.run_member(original, self, str(group), args, kwargs, forecast, raw_prompt)
+
+    return _run_agent_loop
+
+
+async def run_member(original, worker, group: str, args, kwargs, forecast=None, raw_prompt=None):
+    import time
+
+    from esgrpo import records
+    from esgrpo.algo import rollout
+    from esgrpo.hooks.verl.groups import rollout_driver
+
+    driver = rollout_driver.of_worker(worker, worker.rollout_config.response_length)
+    seat = rollout_driver.join(driver, group, worker.rollout_config.n, forecast=forecast,
+                             prompt=driver.prompt(group, raw_prompt))
+    token = rollout_driver.current.set(seat)
+    ending = {"failed": True}
+    try:
+        output = await original(worker, *args, **kwargs)
+        # verl's v1 hands nothing back: v1-response-rows has seen the output and put its reward aside
+        reward = driver.rewards.get((group, seat.number), (None, None)) if output is None else (
+            rollout_driver.reward_of(output))
+        ending = dict(zip(("score", "acc"), reward, strict=True))
+    finally:
+        rollout_driver.current.reset(token)
+        driver.rewards.pop((group, seat.number), None)
+        record = seat.on(rollout.MemberEnded, now=time.time(), **ending)
+    row = rollout_driver.row_of(record, driver)
+    records.write(row)
+    if output is not None:
+        rollout_driver.attach(output, row)
+    return output

@@ -1,0 +1,102 @@
+"""A group that the resolved rule ended without a gradient is not trained: its place is given to another prompt."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+
+from esgrpo.engine import Hook
+
+HOOK = Hook(
+    slug="resolved-groups-are-replaced",
+    target="verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
+           "._process_single_sample_streaming",
+    process=("rollouter",),
+    kind="wrap",
+    why="verl trains a group whatever it holds: a group whose outcome was foreseen has no gradient and would take a "
+        "place in the mini-batch, so that an update sees fewer effective groups than without pruning",
+    after=("prompt-forecasts",),
+    remove_when="verl's rollouter asks a filter before it puts a group into the message queue",
+    features=("prune",),
+    relies_on=("verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter._feed_samples",
+               "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter.reset_staleness",
+               "verl.experimental.fully_async_policy.message_queue:MessageQueueClient.put_sample"),
+    without=(("==0.7.0", "audited pruning is refused"),),
+)
+
+# the group that the running task is about to put; every group has a task, and so a context, of its own
+_CURRENT: contextvars.ContextVar = contextvars.ContextVar("esgrpo_rollout_sample", default=None)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def _process_single_sample_streaming(self, *args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl.groups import replaced_groups
+
+        sample = inspect.signature(original).bind(self, *args, **kwargs).arguments["rollout_sample"]
+        if not isinstance(self.message_queue_client, replaced_groups.Filter):
+            self.message_queue_client = replaced_groups.Filter(self, self.message_queue_client)
+        token = replaced_groups._CURRENT.set(sample)
+        try:
+            return await original(self, *args, **kwargs)
+        finally:
+            replaced_groups._CURRENT.reset(token)
+
+    return _process_single_sample_streaming
+
+
+class Filter:
+    """The rollouter's message queue client, with a look at every group that is put."""
+
+    def __init__(self, rollouter, client):
+        self._rollouter, self._client = rollouter, client
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    async def put_sample(self, *args, **kwargs):
+        sample = _CURRENT.get()
+        if sample is not None and replace(self._rollouter, sample):
+            return True  # "put": neither the group nor an older one was dropped for want of room
+        return await self._client.put_sample(*args, **kwargs)
+
+
+def replace(rollouter, sample) -> bool:
+    """True when the group is not to be put, and its place was given back."""
+    from esgrpo import records
+    from esgrpo.algo.pruning import is_resolved_null
+    from esgrpo.algo.rows import Replaced
+    from esgrpo.hooks.verl.metrics import decision_counts, prune_metrics
+    from esgrpo.hooks.verl.prompts import in_flight
+
+    batch = sample.full_batch
+    rows = [row for row in batch.non_tensor_batch.get("esgrpo", ()) if row is not None]
+    if len(rows) < len(batch):  # not made by this overlay's workers
+        return False
+    kept = batch.batch["response_mask"].bool().any(dim=-1).tolist()
+    replaced = is_resolved_null(rows, kept) and another_instead(rollouter)
+    prune_metrics.note(rollouter, rows, replaced)
+    if not replaced:
+        return False
+    decision_counts.add("replaced", groups=1)
+    in_flight.ended(rollouter, sample)
+    rollouter.staleness_samples -= 1
+    # the original counts every group that was put: one of them was not
+    rollouter.total_generated_samples -= 1
+    rollouter._step_generated_samples -= 1
+    records.write(Replaced(group=f"uid_{sample.sample_id}", sample_id=sample.sample_id, rows=rows))
+    return True
+
+
+def another_instead(rollouter) -> bool:
+    """The feed delivers one prompt more, where it will look at `total_rollout_steps` again and has one beyond it.
+
+    It looks after every prompt that it has handed on; below the limit it cannot have seen the end.
+    """
+    feed = rollouter.feed_task
+    prompts = len(rollouter.train_dataloader) * rollouter.config.trainer.total_epochs
+    goes_on = feed is not None and not feed.done() and rollouter.global_steps < rollouter.total_rollout_steps < prompts
+    rollouter.total_rollout_steps += goes_on
+    return goes_on

@@ -1,0 +1,244 @@
+"""Carries out what `algo/rollout.py` decides in an agent-loop worker of verl. No hook; called by those that are.
+
+Advice (asking how far members are, ending them, telling lengths, sharing what the audit learned) runs beside the
+responses, under a deadline: a server that does not answer costs the advice, never a response. It is counted under
+"advice/failed" and said once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import dataclasses
+import random
+import sys
+import time
+import zlib
+from dataclasses import dataclass
+
+from esgrpo import config, records
+from esgrpo.algo import rollout, rows
+from esgrpo.algo.audit import Audit
+from esgrpo.algo.group_pruning import GroupPruner
+from esgrpo.errors import EsgrpoError, say
+from esgrpo.hooks.verl import owned
+from esgrpo.hooks.verl.metrics import decision_counts
+from esgrpo.hooks.verl.server.calls_with_deadline import answers
+from esgrpo.hooks.verl.server.control_methods import methods
+
+ABORTED = ("aborted", "abort")  # stop reasons at which verl's client submits again
+PAYLOAD = "esgrpo"  # key in kv_transfer_params under which an engine says what its book knows of an attempt
+ADVICE = (rollout.Ask, rollout.Finish, rollout.Tell, rollout.Share)
+
+current: contextvars.ContextVar[Seat | None] = contextvars.ContextVar("esgrpo_seat", default=None)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The member whose agent loop runs in this context."""
+
+    driver: Driver
+    group: str
+    number: int
+
+    @property
+    def response(self) -> rollout.Response | None:
+        return self.driver.runs.response(self.group, self.number)
+
+    def fields(self) -> dict:
+        return self.driver.runs.fields(self.group, self.number)
+
+    def on(self, event, **facts):
+        """The action that answers the caller: Submit, HandOn, Record, or None. Advice goes its own way."""
+        return self.driver.on(event(self.group, self.number, **facts))
+
+    def placed(self, replica, handle) -> None:
+        self.driver.handles[replica] = handle
+        self.on(rollout.Placed, replica=replica)
+
+
+class Driver:
+    """One per agent-loop worker. `size` members a group, `budget` tokens a response."""
+
+    def __init__(self, worker_index: int, budget: int, pool=None):
+        settings = config.current()
+        pruner = None
+        if settings.audited:
+            audit = Audit(settings.prune.audit, random.Random(f"{settings.seed}-{worker_index}"))
+            pruner = GroupPruner(settings, audit, budget)
+        self.runs = rollout.GroupRuns(rollout.Rules(settings, budget, config.facts()["replicas"], pruner))
+        self.handles: dict[object, object] = {}  # replica -> server handle
+        self.rewards: dict[tuple[str, int], tuple] = {}  # (score, acc) of members whose row is written (v1)
+        self.index, self._pool, self._tasks, self._said = worker_index, pool, set(), False
+        if pruner is not None:
+            self._carry_out([rollout.Share([])])  # what the run has learned so far
+
+    @property
+    def decisions(self):
+        return self.runs.rules.decisions
+
+    def prompt(self, group: str, raw_prompt) -> str | None:
+        """Key of a group's prompt, computed once a group; None when the data set gives no raw_prompt."""
+        from esgrpo.algo.history import prompt_key
+
+        run = self.runs.groups.get(group)
+        known = None if run is None else run.prompt
+        return prompt_key(raw_prompt) if known is None and raw_prompt is not None else known
+
+    def on(self, event):
+        actions = self.runs.on(event)
+        if isinstance(event, rollout.MemberEnded) and event.group not in self.runs.groups:
+            self._note()
+        return self._carry_out(actions)
+
+    def _note(self) -> None:
+        """A group is over: what was decided is recorded, if anything was."""
+        pruner = self.runs.rules.pruner
+        decision_counts.write("agent-loop-worker", self.decisions, {} if pruner is None else pruner.audit.reports())
+
+    def _carry_out(self, actions: list[rollout.Action]):
+        answer = None
+        for action in actions:
+            if isinstance(action, ADVICE):
+                task = asyncio.get_running_loop().create_task(self._advise(action))
+                self._tasks.add(task)  # the loop keeps weak references only
+                task.add_done_callback(self._tasks.discard)
+            else:
+                answer = action
+        return answer
+
+    async def _advise(self, action) -> None:
+        try:
+            await {rollout.Ask: self._ask, rollout.Finish: self._finish, rollout.Tell: self._tell,
+                   rollout.Share: self._share}[type(action)](action)
+        except Exception as error:
+            self._say(error, f"the group goes on without it ({type(action).__name__})")
+
+    def _say(self, error: Exception, consequence: str) -> None:
+
+        self.decisions["advice/failed"] += 1
+        if not self._said:
+            self._said = True
+            say(EsgrpoError("group-members", f"{type(error).__name__}: {error}",
+                            "an answer", f"{consequence}; counted, not said again",
+                            "see whether a replica is down or overloaded"))
+
+    async def _call(self, replicas, method: str, *args) -> list:
+        """The answers of these replicas, each within the deadline."""
+        calls = [call.remote(*args) for call in methods([self.handles[replica] for replica in replicas], method)]
+        return await answers(calls, method)
+
+    async def book_of_aborted(self, seat: Seat) -> dict | None:
+        """What the replica's book knew of an attempt that vLLM aborted without saying it.
+
+        Only asked where requests outlive weight syncs: elsewhere all tokens of an attempt are of the server's version.
+        """
+        replica = self.runs.place(seat.group, seat.number)
+        if not self.runs.rules.settings.keeps or replica not in self.handles:
+            return None
+        try:
+            found = await self._call([replica], "esgrpo_take_aborted", seat.group, seat.number)
+            return found[0] if found else None
+        except Exception as error:
+            self._say(error, "the weight versions of an aborted response's tokens are the server's")
+            return None
+
+    async def _ask(self, action: rollout.Ask) -> None:
+        parts = await self._call(action.replicas, "esgrpo_progress", action.group)
+        self.on(rollout.Progress(action.group, {int(number): tokens for answer in parts
+                                                for number, tokens in answer.items()}))
+
+    async def _finish(self, action: rollout.Finish) -> None:
+        for replica, numbers in action.members.items():
+            await self._call([replica], "esgrpo_finish_group", action.group, list(numbers), action.rule)
+
+    async def _tell(self, action: rollout.Tell) -> None:
+        await self._call(action.replicas, "esgrpo_set_segment_length", action.group, action.length, action.tail)
+
+    async def _share(self, action: rollout.Share) -> None:
+        if self._pool is None:
+            from esgrpo.hooks.verl.groups import audit_pool
+
+            self._pool = audit_pool.of_run(self.runs.rules.budget)
+        if self._pool is not None:
+            answer, = await answers([self._pool.exchange.remote(self.index, action.lessons)], "exchange")
+            self.runs.on(rollout.Learned(*answer))
+
+
+def of_worker(worker, budget: int) -> Driver:
+    """The driver of this worker process, made on first use."""
+    kept = owned.of(worker, owned.Worker)
+    if kept.driver is None:
+        kept.driver = Driver(worker_index(), budget)
+    return kept.driver
+
+
+def worker_index() -> int:
+    """A number that differs from worker to worker and is the same in the next run.
+
+    verl names its workers agent_loop_worker_<index>_<uuid>; a worker without that name is told apart by its name.
+    """
+    ray = sys.modules.get("ray")
+    name = ray.get_runtime_context().get_actor_name() if ray is not None and ray.is_initialized() else ""
+    numbers = [part for part in (name or "").split("_") if part.isdecimal()]
+    return int(numbers[0]) if numbers else zlib.crc32((name or "").encode())
+
+
+def join(driver: Driver, group: str, size: int, **facts) -> Seat:
+    """A member of `group` begins, or comes back. Raises EsgrpoError where two prompts share a group id."""
+    with collisions_in_one_line(group):
+        return Seat(driver, group, driver.on(rollout.Submitted(group, size, time.time(), **facts)).member)
+
+
+@contextlib.contextmanager
+def collisions_in_one_line(group: str):
+
+    try:
+        yield
+    except rollout.GroupCollision:
+        raise EsgrpoError("group-members", f"group id {group} is in use by another prompt", "one uid per prompt",
+                          "rewards of two prompts would be mixed, the run stops",
+                          "make non_tensor_batch['uid'] unique") from None
+
+
+async def attempt_ended(seat: Seat, output, prompt_tokens: int, left: int):
+    """Submit or HandOn after one attempt; sets what the attempt's TokenOutput says to what really happened."""
+    fields = output.extra_fields
+    aborted = output.stop_reason in ABORTED
+    answer = (fields.pop("kv_transfer_params", None) or {}).get(PAYLOAD)
+    if aborted and answer is None and output.token_ids:
+        answer = await seat.driver.book_of_aborted(seat)
+    action = seat.on(rollout.AttemptEnded, now=time.time(), tokens=len(output.token_ids), left=left,
+                     aborted=aborted, answer=answer,
+                     version=fields.get("global_steps"),
+                     prefilled=prompt_tokens - (fields.get("num_cached_tokens") or 0))
+    if action.versions is not None:
+        # verl's range of an attempt is that of the server when its answer is read: a request that lived through a
+        # weight sync would look entirely fresh
+        first, last = action.versions
+        fields["global_steps"] = last
+        fields.update({name: version for name, version in (("min_global_steps", first), ("max_global_steps", last))
+                       if name in fields})
+    output.stop_reason = "segment" if isinstance(action, rollout.Submit) else action.stop_reason or output.stop_reason
+    return action
+
+
+def reward_of(output) -> tuple:
+    """(score, acc or None) of an AgentLoopOutput. verl's `dapo` reward manager leaves a tensor as the score of an
+    overlong response; a record and a pruner want a float."""
+    score = output.reward_score
+    return None if score is None else float(score), (output.extra_fields.get("reward_extra_info") or {}).get("acc")
+
+
+def row_of(action: rollout.Record, driver: Driver) -> rows.Response:
+    """The row with what identifies this process and run, and what it has decided so far: the trainer counts that."""
+    return dataclasses.replace(action.row, **records.identity(), records_dropped=records.dropped(),
+                               decisions=dict(+driver.decisions))
+
+
+def attach(output, row: rows.Response) -> None:
+    """The row travels with the output to the trainer; verl's version range starts at its first token."""
+    output.extra_fields["esgrpo"] = row.row()
+    if row.spans and row.spans[0][0] >= 0:
+        output.extra_fields["min_global_steps"] = row.spans[0][0]

@@ -1,0 +1,1 @@
+"""Advantages and policy losses."""

@@ -1,0 +1,1 @@
+"""What a run tells of itself: verl's Tracking, and records."""

@@ -1,0 +1,58 @@
+"""Bubble rate per weight version, logged through verl's Tracking with the rollouter's own timings."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook
+
+HOOK = Hook(
+    slug="rollouter-windows",
+    target="verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter.reset_staleness",
+    process=("rollouter",),
+    kind="wrap",
+    why="its result is what the trainer logs once per weight version; verl's own utilisation counts prompts in "
+        "flight, not requests in the engine",
+    remove_when="verl reports engine occupancy per weight version",
+    features=("observe",),
+    without=(("==0.7.0", "bubble rates are not measured"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def reset_staleness(self, *args, **kwargs):
+        from esgrpo.hooks.verl.metrics import decision_counts, prune_metrics
+        from esgrpo.hooks.verl.metrics.rollouter_windows import metrics
+        from esgrpo.hooks.verl.metrics.routing_metrics import at_weight_version
+        from esgrpo.hooks.verl.prompts import failed_prompts, in_flight
+
+        timing = await original(self, *args, **kwargs)
+        found = {**timing, **await metrics(self, timing), **prune_metrics.take(self),
+                 **failed_prompts.next_version(self), **in_flight.take_metrics(self), **await at_weight_version(self)}
+        return {**found, **decision_counts.of_rollouter(self)}
+
+    return reset_staleness
+
+
+async def metrics(rollouter, timing) -> dict[str, float]:
+    from esgrpo import records
+    from esgrpo.algo.accounting import bubble, sync_counts
+    from esgrpo.algo.rows import EngineWindow
+    from esgrpo.hooks.verl.metrics import decision_counts
+    from esgrpo.hooks.verl.prompts import prompt_order
+    from esgrpo.hooks.verl.server.calls_with_deadline import answers_if_any
+    from esgrpo.hooks.verl.server.control_methods import methods
+
+    servers = [server for replica in rollouter.llm_server_manager.get_replicas() for server in replica.servers]
+    answers = await answers_if_any([call.remote() for call in methods(servers, "esgrpo_take_windows")], "take_windows",
+                                   "esgrpo/bubble_rate lacks this version")
+    windows = [window for answer in answers for window in answer]
+    paused = timing["fully_async/rollouter/version_time"] - timing["fully_async/rollouter/active_time"]
+    rates = bubble(windows, paused)
+    decision_counts.add_windows(windows)
+    for window in windows:
+        records.write_told(EngineWindow, {**window, "rollouter_paused": paused})
+    bubbles = {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate for name, rate in rates.items()}
+    return {**bubbles, **{f"esgrpo/sync/{name}": value for name, value in sync_counts(windows).items()},
+            "esgrpo/records/dropped_by_rollouter": records.dropped(), **prompt_order.metrics_of(rollouter)}

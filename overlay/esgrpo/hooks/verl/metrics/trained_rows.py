@@ -1,0 +1,101 @@
+"""Adds the esgrpo/ metrics of a training batch to verl's own, and records what every row became."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+from esgrpo.engine import Hook
+
+HOOK = Hook(
+    slug="trained-rows",
+    target="verl.trainer.ppo.metric_utils:compute_data_metrics",
+    process=("trainer",),
+    kind="wrap",
+    why="all trainers call it with the finished batch (advantages, masks, extra fields) and log its result; verl's "
+        "metrics know neither pruned rows nor weight versions per token",
+    remove_when="verl's trainers accept metric functions from the config",
+    features=("observe",),
+    rebinds=("verl.experimental.separation.ray_trainer:compute_data_metrics",
+             "verl.trainer.ppo.ray_trainer:compute_data_metrics",
+             "recipe.fully_async_policy.ray_trainer:compute_data_metrics"),
+)
+
+update: dict = {}  # of the batch in hand, for its rows; empty where the trainer does not say
+_dropped: dict[tuple, int] = {}  # records lost by the workers that made the responses, by node and pid
+_started = time.time()  # of the interval that the next batch's throughput is measured over
+
+
+def build(original):
+    @functools.wraps(original)
+    def compute_data_metrics(*args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl.metrics import decision_counts
+        from esgrpo.hooks.verl.metrics.trained_rows import metrics, rows_of, write
+
+        result = original(*args, **kwargs)
+        batch = inspect.signature(original).bind(*args, **kwargs).arguments["batch"]
+        if "esgrpo" in batch.non_tensor_batch:
+            rows = rows_of(batch)
+            write(rows)
+            result.update({**metrics(rows), **decision_counts.of_trainer(rows)})
+        return result
+
+    return compute_data_metrics
+
+
+def begin(groups: list[str], step: int) -> None:
+    """A trainer has a batch. `step`: number of the first checkpoint that will hold its update.
+
+    Recorded before the update: the rows follow after the checkpoint, which a crash may come before.
+    """
+    from esgrpo import records
+    from esgrpo.algo.rows import Batch
+
+    update.update(trained_in=records.identity()["restart"], step=step)
+    records.write(Batch(step=step, groups=groups))
+
+
+def write(rows: list[dict]) -> None:
+    """One record a row of the batch in hand."""
+    from esgrpo import records
+    from esgrpo.algo.rows import Trained
+
+    for row in rows:
+        records.write_told(Trained, {**row, **update})
+
+
+def rows_of(batch) -> list[dict]:
+    """One plain dict per row: what it cost, whether it was pruned, and whether it carries gradient."""
+    from esgrpo import config
+    from esgrpo.losses import correct_rows
+
+    mask = batch.batch["response_mask"].bool()
+    gradient = ((batch.batch["advantages"] != 0) & mask).any(dim=-1).tolist()
+    scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()
+    correct = correct_rows(batch.batch["token_level_scores"].sum(dim=-1), config.current().success_threshold,
+                           batch.non_tensor_batch.get("acc")).tolist()
+    rows = []
+    for index, summary in enumerate(batch.non_tensor_batch["esgrpo"]):
+        rows.append({**summary, "score": scores[index], "correct": correct[index], "trained": True,
+                     "pruned": not bool(mask[index].any()), "gradient": gradient[index]})
+    return rows
+
+
+def metrics(rows: list[dict]) -> dict[str, float]:
+    from esgrpo import config, engine, records
+    from esgrpo.algo.accounting import batch_metrics
+
+    global _started
+    now = time.time()
+    seconds, _started = now - _started, now
+    facts = config.facts()
+    for row in rows:
+        worker = row.get("node"), row.get("pid")
+        _dropped[worker] = max(_dropped.get(worker, 0), row.get("records_dropped", 0))
+    found = {"records/dropped": records.dropped() + sum(_dropped.values()),
+             **batch_metrics(rows, seconds, facts["devices"])}
+    if "pois" in engine.active_features():
+        found["pois/optimizer_steps_per_version"] = facts["optimizer_steps_per_version"]
+    return {f"esgrpo/{name}": value for name, value in found.items()}

@@ -1,0 +1,116 @@
+"""Keeps account of every prompt that verl's rollouter takes from its data loader, and gives back those of a checkpoint.
+
+A prompt ends when the trainer has trained it (`trained_prompts`), when it failed or when its group was replaced. What
+has not ended is written with every checkpoint (`in_flight_checkpoint`) and comes first after a restart.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook
+
+_ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
+
+HOOK = Hook(
+    slug="prompts-in-flight",
+    target=f"{_ROLLOUTER}._create_continuous_iterator",
+    process=("rollouter",),
+    kind="wrap",
+    why="the checkpoint of a fully-async run has the position of the data loader: prompts that were taken from it and "
+        "not trained yet are lost at a restart (upstream's own TODO in save_checkpoint)",
+    remove_when="verl's rollouter saves its samples in flight with its data loader",
+    features=("observe",),
+    relies_on=(f"{_ROLLOUTER}._feed_samples", f"{_ROLLOUTER}._process_single_sample_streaming"),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
+)
+
+UID = "uid_"  # verl's prefix of a sample's id in non_tensor_batch["uid"]
+
+
+def build(original):
+    @functools.wraps(original)
+    def _create_continuous_iterator(self, *args, **kwargs):
+        from esgrpo.hooks.verl.prompts import in_flight
+
+        return in_flight.accounted(self, original(self, *args, **kwargs))
+
+    return _create_continuous_iterator
+
+
+def ledger_of(rollouter):
+    """The InFlight of this rollouter: empty unless a checkpoint was loaded."""
+    from esgrpo.hooks.verl import owned
+
+    return owned.of(rollouter, owned.InFlightPrompts).ledger
+
+
+def accounted(rollouter, iterator):
+    """verl's stream of (epoch, batch), after the prompts to give back. The feed names the sample when it has it."""
+    from esgrpo import records
+    from esgrpo.algo.rows import Reissued, Submitted
+
+    ledger = ledger_of(rollouter)
+    while ledger.waiting:
+        entry = ledger.waiting[0]
+        sample = _name(rollouter, entry.epoch)
+        ledger.again(sample)
+        records.write(Reissued(group=UID + sample, prompt=_key(entry.prompt), draw=entry.draw, was=UID + entry.was))
+        yield entry.epoch, entry.prompt
+    for epoch, batch in iterator:
+        sample = _name(rollouter, epoch)
+        ledger.took(sample, epoch, batch)
+        records.write(Submitted(group=UID + sample, prompt=_key(batch), draw=ledger.drawn))
+        yield epoch, batch
+
+
+def _name(rollouter, epoch: int) -> str:
+    return f"sample_{epoch}_{rollouter.global_steps}"
+
+
+def _key(batch) -> str | None:
+    from esgrpo.algo.history import prompt_key
+
+    prompts = batch.get("raw_prompt")
+    return None if prompts is None or not len(prompts) else prompt_key(prompts[0])
+
+
+def draw_of(rollouter, sample) -> tuple[int, bool] | None:
+    """(draw, issued again?) of a sample that has not ended; None when nobody keeps account."""
+    entry = ledger_of(rollouter).open.get(sample.sample_id)
+    return None if entry is None else (entry.draw, bool(entry.was))
+
+
+def drawn_of(rollouter) -> int:
+    """Draws given out so far, over all starts."""
+    return ledger_of(rollouter).drawn
+
+
+def restored(rollouter) -> int:
+    """Draws that the loaded checkpoint's data loader had given out; 0 from scratch."""
+    return ledger_of(rollouter).restored
+
+
+def ended(rollouter, sample) -> None:
+    """The sample was given up."""
+    ledger_of(rollouter).ended([sample.sample_id])
+
+
+def generated(rollouter, sample) -> None:
+    """The sample was put into the message queue, its responses in place of the prompt."""
+    batch = sample.full_batch
+    ledger_of(rollouter).generated(sample.sample_id, len(batch), int(batch.batch["response_mask"].sum()))
+
+
+def trained(rollouter, uids: list[str]) -> None:
+    """Runs inside the rollouter, called by the trainer."""
+    ledger_of(rollouter).ended(uid.removeprefix(UID) for uid in uids)
+
+
+def take_metrics(rollouter) -> dict[str, float]:
+    """For the first weight version after a restart; of v1, the first step of a trainer."""
+    from esgrpo.hooks.verl import owned
+
+    restarted = owned.of(rollouter, owned.Restarted)
+    lost, restarted.lost = restarted.lost, {}
+    return {f"esgrpo/restart/{name}": float(value) for name, value in lost.items()}

@@ -1,0 +1,84 @@
+"""Tells the rollouter which prompts have been trained: those of a batch, when the next one is asked for."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook
+from esgrpo.errors import EsgrpoError, say
+
+_TRAINER = "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer"
+
+HOOK = Hook(
+    slug="trained-prompts",
+    target=f"{_TRAINER}._get_samples_from_queue",
+    process=("trainer",),
+    kind="wrap",
+    why="the rollouter, which saves the data loader, does not know what became of the samples that left its queue",
+    remove_when="verl's rollouter saves its samples in flight with its data loader",
+    features=("observe",),
+    relies_on=(f"{_TRAINER}.fit_step", f"{_TRAINER}._fit_generate",
+               "verl.experimental.fully_async_policy.detach_utils:assemble_batch_from_rollout_samples"),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def _get_samples_from_queue(self, *args, **kwargs):
+        from esgrpo.hooks.verl.prompts import trained_prompts
+
+        trained_prompts.tell(self)
+        result = await original(self, *args, **kwargs)
+        _epoch, batch = result
+        trained_prompts.taken(self, batch)
+        return result
+
+    return _get_samples_from_queue
+
+
+ANSWER_TIMEOUT_S = 120.0
+
+
+def taken(trainer, batch) -> None:
+    """The trainer has this batch, or none, for its next update."""
+    from esgrpo.hooks.verl import owned
+    from esgrpo.hooks.verl.metrics import trained_rows
+
+    if batch is not None and "uid" in batch.non_tensor_batch:
+        untold = owned.of(trainer, owned.TrainedPrompts).untold = sorted(set(batch.non_tensor_batch["uid"]))
+        trained_rows.begin(untold, step=trainer.current_param_version + 1)
+
+
+def tell(trainer) -> None:
+    """Calls are not waited for, nor do they arrive in order: those that are under way are kept for `wait`."""
+    import ray
+
+    from esgrpo.hooks.verl import owned
+    from esgrpo.hooks.verl.prompts import in_flight
+
+    prompts = owned.of(trainer, owned.TrainedPrompts)
+    uids, prompts.untold, under_way = prompts.untold, [], prompts.under_way
+    if uids:
+        _, under_way[:] = ray.wait(under_way, num_returns=len(under_way), timeout=0) if under_way else ([], [])
+        under_way.append(trainer.rollouter.__ray_call__.remote(in_flight.trained, uids))
+
+
+def wait(trainer) -> None:
+    """Until the rollouter has heard everything. Raises what the rollouter raised."""
+    import ray
+
+    from esgrpo.hooks.verl import owned
+
+    prompts = owned.of(trainer, owned.TrainedPrompts)
+    under_way, prompts.under_way = prompts.under_way, []
+    try:
+        ray.get(under_way, timeout=ANSWER_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError:
+        say_silent("the rollouter")
+
+
+def say_silent(who: str) -> None:
+
+    say(EsgrpoError("trained prompts", f"{who} is silent for {ANSWER_TIMEOUT_S:.0f} s", "an answer",
+                    "a restart from the next checkpoint may train some prompts twice", f"see the log of {who}"))

@@ -1,0 +1,304 @@
+"""Which settings of verl a feature implies or forbids: a plan from the composed config, which the driver carries out.
+
+Nothing here touches the config it is given, a file or the environment: `esgrpo lint` asks for the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+
+from esgrpo.config import PREFIX, Segment
+from esgrpo.errors import ConfigError
+
+STOPS = "the run does not start"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of verl, its new value, and why."""
+
+    key: str
+    value: object
+    why: str
+
+
+@dataclass
+class Plan:
+    """What the driver has to do before Ray starts. `files` maps paths to their text, `lines` is what it says."""
+
+    segment: Segment  # with what was decided here
+    settings: dict[str, object] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+
+def fill(found: Plan, config, features: frozenset[str], run_dir: str = "RUN_DIR",
+         disabled: frozenset[str] = frozenset()) -> None:
+    """Add to `found` what this config needs; raises ConfigError for combinations that cannot be right.
+
+    `run_dir` is where the run keeps its own files; `disabled` are the slugs of hooks that the user switched off.
+    """
+    import copy
+
+    from omegaconf import OmegaConf
+
+    config = copy.deepcopy(config)  # later rules see what earlier ones set
+    for item in _rules(config, found, features):
+        if isinstance(item, Setting):
+            old = OmegaConf.select(config, item.key)
+            OmegaConf.update(config, item.key, item.value, force_add=True)
+            found.settings[item.key] = item.value
+            found.lines.append(f"{item.key}: {'null' if old is None else old} -> {item.value}, because {item.why}")
+        else:
+            found.lines.append(item)
+    if "tails" in features and not disabled & {TAIL_ROUTER, "*"}:
+        _router(config, found, run_dir)
+
+
+def _refuse(key: str, found, wanted: str, todo: str):
+    raise ConfigError(key, f"{found!r}", wanted, STOPS, todo)
+
+
+def check_model_path(path: str) -> None:
+    """A local path that is not there ends in three tracebacks of transformers; a hub name is left to it."""
+    local = path.startswith(("/", "./", "../", "~"))
+    if local and not os.path.isdir(os.path.expanduser(path)):
+        _refuse("actor_rollout_ref.model.path", path, "a directory with a model", "correct the path")
+
+
+def _rules(config, found: Plan, features: frozenset[str]):
+    """Yields settings to change and lines to say."""
+    segment = found.segment
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if segment.prunes:
+        if segment.prune.finish_group_after > rollout.n:
+            _refuse(f"{PREFIX}.prune.finish_group_after", segment.prune.finish_group_after,
+                    f"at most rollout.n = {rollout.n}", "lower it")
+        estimator = str(config.algorithm.adv_estimator)
+        if estimator == "grpo":
+            yield Setting("algorithm.adv_estimator", "grpo_segment", "pruned rows must leave the group statistics")
+        elif estimator != "grpo_segment":
+            _refuse("algorithm.adv_estimator", estimator, "grpo or grpo_segment with pruning on",
+                    f"set it, or switch {PREFIX}.prune off")
+    yield from _pruning(config, segment)
+    if segment.enable and segment.prune.repetition.enable:
+        yield from _loops(config, segment)
+    if "v1" in features:
+        yield from _v1(config, segment, features)
+    if features & {"pois", "sais"}:
+        yield from _losses(config, found, features)
+    if "dmmpt" in features:
+        if not features & {"pois", "sais"}:
+            _refuse(f"{PREFIX}.dmmpt.enable", True, "actor.policy_loss.loss_mode pois or sais", "set the loss_mode")
+        if not actor.get("calculate_entropy", False):
+            yield Setting("actor_rollout_ref.actor.calculate_entropy", True, "DMMPTs need the entropy")
+    if "keep" in features:
+        yield from _kept_requests(config)
+    if segment.sampler.enable:
+        yield from _sampler(config)
+    if (segment.enable or segment.observe) and rollout.name != "vllm":
+        _refuse("actor_rollout_ref.rollout.name", rollout.name, "vllm with segment.enable or segment.observe",
+                "use the vllm rollout")
+
+
+def _kept_requests(config):
+    """Requests stay in the engines of standalone replicas only, and only where nothing frees their KV cache."""
+    fully_async, rollout = config.get("async_training") or {}, config.actor_rollout_ref.rollout
+    replicas = config.get("rollout") or rollout  # v1 trainers have the sizes in the actor's section
+    aborts = "segment.sync.requests=keep: every weight sync aborts, because "
+    if "compute_prox_log_prob" in fully_async:
+        yield aborts + "the servers of this verl cancel requests by themselves"
+    elif not replicas.get("nnodes") or not replicas.get("n_gpus_per_node"):
+        yield aborts + "there are no standalone replicas (rollout.nnodes, rollout.n_gpus_per_node)"
+    elif fully_async.get("use_dynamic_resource_scheduling") and rollout.free_cache_engine:
+        yield aborts + "hybrid replicas (async_training.use_dynamic_resource_scheduling) need free_cache_engine=True"
+    elif rollout.free_cache_engine:
+        yield Setting(f"{ROLLOUT}.free_cache_engine", False,
+                      "segment.sync.requests=keep leaves requests with their KV cache in the engine")
+
+
+# denominators that do not depend on which rows were kept; their losses are sums over a row's tokens
+FIXED_DENOMINATORS = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-sum")
+# clip_cov and kl_cov rank tokens by covariance with the advantage; dro adds a penalty that has none
+NOT_HOMOGENEOUS = ("clip_cov", "kl_cov", "dro")
+
+
+def _pruning(config, segment: Segment):
+    """What weights for pruned rows need: a fixed denominator and a loss that is proportional to the advantage."""
+    actor = config.actor_rollout_ref.actor
+    legacy = "compute_prox_log_prob" in (config.get("async_training") or {})  # verl 0.7.0
+    if legacy and segment.audited:
+        _refuse(f"{PREFIX}.prune.audit.enable", True, "False with verl 0.7.0", "its agent loops ask no replica for "
+                "progress and its estimator gets no weights: switch the rules off, or use verl 0.9.1")
+    if not segment.weighted:
+        return
+    loss_mode = actor.policy_loss.get("loss_mode", "vanilla")
+    if loss_mode in NOT_HOMOGENEOUS:
+        _refuse("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, "another loss with audited pruning",
+                "it is not proportional to the advantage, which carries the row weights: choose pois, sais or vanilla")
+    mode = actor.get("loss_agg_mode", "token-mean")
+    if mode not in FIXED_DENOMINATORS:
+        yield (f"actor.loss_agg_mode: {mode} divides by what pruning leaves, so the weighted gradient is biased; "
+               "seq-mean-token-sum-norm is not")
+    elif mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor") is None:
+        yield Setting("actor_rollout_ref.actor.loss_scale_factor", config.data.max_response_length,
+                      "verl would divide by the longest response of each micro-batch, which pruning changes (now by "
+                      "data.max_response_length)")
+    if config.algorithm.get("norm_adv_by_std_in_grpo", True):
+        yield ("algorithm.norm_adv_by_std_in_grpo=True: the estimated standard deviation of a pruned group biases the "
+               "gradient, which was up to 18 % too small (python -m bench.estimator_bias); False has no bias")
+
+
+def _loops(config, segment: Segment):
+    """A loop is proven by the log-probs of its tokens, which verl asks its engines for only if it is told to."""
+    rule, rollout = segment.prune.repetition, config.actor_rollout_ref.rollout
+    if not rollout.calculate_log_probs:
+        rollout.calculate_log_probs = True
+        yield (f"actor_rollout_ref.rollout.calculate_log_probs: False -> True, because {PREFIX}.prune.repetition "
+               "proves a loop by the log-probs of its tokens")
+    if not segment.prune.audit.enable:
+        yield (f"{PREFIX}.prune.repetition: nothing measures how many loops would have ended by themselves; "
+               "prune.audit.enable=True exempts some of them by a coin (not with verl 0.7.0)")
+    if rule.min_span > config.data.max_response_length:
+        yield (f"{PREFIX}.prune.repetition: no loop will be found, because min_span = {rule.min_span} is more than "
+               f"data.max_response_length = {config.data.max_response_length}")
+
+
+def _sampler(config):
+    if "compute_prox_log_prob" in (config.get("async_training") or {}):
+        _refuse(f"{PREFIX}.sampler.enable", True, "False with verl 0.7.0", "its rollouter learns of no outcome, and "
+                "prompts would be drawn from priors: use verl 0.9.1")
+    data = config.data
+    workers = data.get("dataloader_num_workers", 0)
+    if workers:
+        yield (f"data.dataloader_num_workers: {workers} -> 0 for training prompts, because workers ask for them long "
+               "before the outcomes that they should be chosen by")
+    if not data.shuffle:
+        yield Setting("data.shuffle", True, f"with {PREFIX}.sampler.enable prompts are chosen, not read in order")
+
+
+def _v1(config, segment: Segment, features: frozenset[str]):
+    """verl's sync trainer ends a step with nothing unfinished: what carries over is its colocate_async trainer."""
+    v1 = config.trainer.v1
+    if "yield" in features and v1.trainer_mode == "sync":
+        yield Setting("trainer.v1.trainer_mode", "colocate_async", "boundary=yield carries unfinished groups over "
+                      f"({v1.colocate_async.num_warmup_batches} batches ahead, "
+                      "trainer.v1.colocate_async.num_warmup_batches)")
+    if v1.trainer_mode == "sync":
+        filtered = (config.algorithm.get("filter_groups") or {}).get("enable", False)
+        if segment.prune.resolved.enable and not filtered:
+            yield ("segment.prune.resolved: foreseen groups are trained as they are, not replaced, because under "
+                   "trainer.v1.trainer_mode=sync verl submits no other prompt in their place (algorithm.filter_groups "
+                   "does, and so do the asynchronous modes)")
+        return
+    sampler = v1.sampler
+    warmup = v1[v1.trainer_mode].num_warmup_batches
+    if sampler.max_off_policy_threshold is not None and sampler.max_off_policy_strategy == "wait" and warmup > 0:
+        yield (f"trainer.v1.sampler.max_off_policy_strategy=wait lets a complete group queue for up to {warmup} more "
+               f"steps: a trained group spans at most {sampler.max_off_policy_threshold} + {warmup} weight versions")
+
+
+def _losses(config, found: Plan, features: frozenset[str]):
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    correction = config.algorithm.get("rollout_correction") or {}
+    if "sais" in features and not rollout.calculate_log_probs:
+        _refuse("actor_rollout_ref.rollout.calculate_log_probs", False, "True with loss_mode=sais",
+                "set it: SAIS needs the log-probs of the version that made each token")
+    fully_async = config.get("async_training") or {}
+    legacy = "compute_prox_log_prob" in fully_async  # verl 0.7.0: the loss is handed the stored log-probs
+    if "sais" in features and not legacy and not correction.get("bypass_mode", False):
+        _refuse("algorithm.rollout_correction.bypass_mode", correction.get("bypass_mode"), "True with loss_mode=sais",
+                "set it: else verl recomputes the log-probs that SAIS must read as stored")
+    if "pois" not in features:
+        return
+    if actor.ppo_epochs > 1:
+        _refuse("actor_rollout_ref.actor.ppo_epochs", actor.ppo_epochs, "1 with loss_mode=pois",
+                "nothing clips drift under POIS: set it to 1")
+    anchor, lines = _anchor(config, found.segment.pois.anchor, "v1" in features)
+    found.segment = dataclasses.replace(found.segment, pois=dataclasses.replace(found.segment.pois, anchor=anchor))
+    yield from lines
+    if anchor == "version" and legacy:
+        if not fully_async.use_rollout_log_probs:
+            _refuse("async_training.use_rollout_log_probs", False, "True with pois.anchor=version",
+                    "set it: else old log-probs are those of the current weights")
+        if not fully_async.compute_prox_log_prob:
+            yield Setting("async_training.compute_prox_log_prob", True, VERSION_NEEDS)
+    elif anchor == "version" and correction.get("bypass_mode", False):
+        yield Setting("algorithm.rollout_correction.bypass_mode", False, VERSION_NEEDS)
+
+
+VERSION_NEEDS = "pois.anchor=version needs log-probs under the last synced weights"
+UNCLIPPED = ("nothing clips how far the {} optimiser steps of a weight version go, and three trials of three with 4 "
+             "lost their reward (bench/results/robustness_losses.json); watch esgrpo/pois/log_kl_rollout_current")
+
+
+def _anchor(config, given: str, v1: bool) -> tuple[str, list[str]]:
+    """`pois.anchor` with auto resolved, and what there is to say about it.
+
+    With one optimiser step between two weight syncs the anchor of the token is the policy that made it, up to
+    staleness, and costs no forward pass; with more nothing would hold the later ones.
+    """
+    steps = optimizer_steps_per_version(config, v1)
+    fully_async = config.get("async_training") or {}
+    blind = "compute_prox_log_prob" in fully_async and not fully_async.use_rollout_log_probs  # verl 0.7.0
+    anchor = ("token" if steps == 1 or blind else "version") if given == "auto" else given
+    lines = []
+    if given == "auto":
+        why = "async_training.use_rollout_log_probs=False leaves no other" if blind and steps > 1 else (
+            f"a weight version has {steps} optimiser step{'s' * (steps > 1)}")
+        cost = "; it clips the ratio and takes one forward pass more" if anchor == "version" else ""
+        lines.append(f"{PREFIX}.pois.anchor: auto -> {anchor}, because {why}{cost}")
+    if anchor == "token" and steps > 1:
+        lines.append("loss_mode=pois: " + UNCLIPPED.format(steps) + ", or take pois.anchor=version, sais or one step")
+    return anchor, lines
+
+
+def optimizer_steps_per_version(config, v1: bool) -> int:
+    """Between two weight syncs. verl's v1 trainers round a batch up to whole mini-batches."""
+    actor, fully_async = config.actor_rollout_ref.actor, config.get("async_training")
+    steps = actor.ppo_epochs
+    if v1:
+        trainer = config.trainer.v1
+        updates = (trainer.get(trainer.trainer_mode) or {}).get("parameter_sync_step", 1)
+        steps *= updates * max(1, -(-(config.data.train_batch_size // updates) // actor.ppo_mini_batch_size))
+    if fully_async is not None:
+        steps *= fully_async.require_batches * fully_async.trigger_parameter_sync_step
+    return steps
+
+
+def prompts_per_version(config) -> int:
+    """Trained between two weight syncs."""
+    fully_async = config.get("async_training")
+    if fully_async is None:
+        return config.data.train_batch_size
+    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return mini_batch * fully_async.require_batches * fully_async.trigger_parameter_sync_step
+
+
+TAIL_ROUTER = "tail-router"  # slug of the hook that makes the class
+
+
+def _router(config, found: Plan, run_dir: str) -> None:
+    """verl's plugin for routers, where it has one. verl mounts one router and hands it all replicas."""
+    from esgrpo.hooks.verl.server import tail_router
+
+    rollout, share = config.actor_rollout_ref.rollout, f"{PREFIX}.routing.tail_share"
+    if "router_config_path" not in rollout:
+        found.lines.append("routing: this verl has no rollout.router_config_path, so prompts are ordered and replicas "
+                           "are not chosen")
+        return
+    ours = tail_router.config_path(run_dir)
+    if rollout.router_config_path not in (None, "", ours):
+        _refuse(f"{ROLLOUT}.router_config_path", rollout.router_config_path, f"null with {share} above 0",
+                f"verl mounts one router, and two cannot both choose the replica: drop yours, or set {share}=0, which "
+                "leaves yours alone")
+    if rollout.get("full_determinism", False):
+        _refuse(f"{ROLLOUT}.full_determinism", True, f"False with {share} above 0",
+                f"replicas for the tail follow the load: drop it, or set {share}=0")
+    found.files[ours] = tail_router.config_text(found.segment)
+    if rollout.router_config_path != ours:
+        found.settings[f"{ROLLOUT}.router_config_path"] = ours
+        found.lines.append(f"{ROLLOUT}.router_config_path: null -> {ours}, because routing keeps replicas for the tail")

@@ -1,0 +1,55 @@
+"""Turns our own refusals, which come back through Ray as tracebacks, into one line and exit code 1.
+
+The last place before Ray starts, too: a config with `segment` that nothing has read ends here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from esgrpo.engine import Hook
+
+HOOK = Hook(
+    slug="driver-refusal-in-one-line",
+    target="verl.trainer.main_ppo:run_ppo",
+    process=("driver",),
+    kind="wrap",
+    why="an error raised in the task runner reaches the user as RayTaskError with three tracebacks",
+    after=("driver-ending-in-one-line",),
+    remove_when="never: it presents our own errors",
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
+)
+
+
+def cause_of(error, kind):
+    """The first error of this kind in the chain of causes, Ray's own included, or None."""
+    while error is not None:
+        shipped = getattr(error, "cause", None)
+        # Ray's own error is of the kind of its cause, too, with tracebacks for a text
+        if isinstance(error, kind) and not isinstance(shipped, BaseException):
+            return error
+        error = shipped if isinstance(shipped, BaseException) else error.__cause__
+    return None
+
+
+def build(original):
+    @functools.wraps(original)
+    def run_ppo(*args, **kwargs):
+        import inspect
+
+        from esgrpo import guard
+        from esgrpo.errors import EsgrpoError
+
+        try:
+            guard.check_config(inspect.signature(original).bind(*args, **kwargs).arguments["config"])
+            return original(*args, **kwargs)
+        except Exception as error:
+            from esgrpo.hooks.verl.run.driver_refusal import cause_of
+
+            cause = cause_of(error, EsgrpoError)
+            if cause is None:
+                raise
+            sys.exit(str(cause))
+
+    return run_ppo

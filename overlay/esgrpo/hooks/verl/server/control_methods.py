@@ -1,0 +1,114 @@
+"""Control methods of verl's vLLM server: finish members of a group, report the engine's hooks, hand out windows."""
+
+from __future__ import annotations
+
+from esgrpo.engine import Hook
+
+HOOK = Hook(
+    slug="server-control",
+    target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer",
+    process=("rollouter", "v1-task-runner", "vllm-server"),  # Ray takes the method table where the actor is created
+    kind="add",
+    why="verl can abort one request or all, which it then resumes; it has no way to end the members of a group with "
+        "the tokens they have, and none into EngineCore",
+    remove_when="verl's server offers a group abort with a reason, and a generic utility call",
+    features=("observe", "cpu"),
+    without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
+)
+
+
+async def engine_call(server, name: str, *args) -> list:
+    """Call a utility method on every EngineCore of this server (several with internal data parallelism)."""
+    import asyncio
+
+    from esgrpo import engine, guard
+
+    if server.node_rank != 0:
+        return []  # only rank 0 of a multi-node replica owns the engine
+    lost = engine.out_of_action("engine-core-utilities")
+    if lost:
+        guard.say_once(f"esgrpo: {lost}: this server cannot reach its scheduler, responses run to their own end")
+        return []
+    client = server.engine.engine_core
+    cores = getattr(client, "core_engines", None)
+    if cores is None or len(cores) <= 1:
+        return [await client.call_utility_async(name, *args)]
+    return list(await asyncio.gather(*[client._call_utility_async(name, *args, engine=core) for core in cores]))
+
+
+async def esgrpo_finish_group(self, group, members, rule):
+    """End these members (None: all) in the next engine step; returns how many were running here."""
+    from esgrpo.hooks.verl.server.control_methods import engine_call
+
+    return sum(await engine_call(self, "esgrpo_finish", group, members, rule))
+
+
+async def esgrpo_progress(self, group):
+    """{member: tokens of its whole response so far} of the members of this group that run here."""
+    from esgrpo.hooks.verl.server.control_methods import engine_call
+
+    return {member: tokens for part in await engine_call(self, "esgrpo_progress", group)
+            for member, tokens in part.items()}
+
+
+async def esgrpo_set_segment_length(self, group, length, tail=False):
+    """Segments of this group have `length` tokens from now on; `tail` moves it to the tail class.
+
+    Returns how many of its responses are here.
+    """
+    from esgrpo.hooks.verl.server.control_methods import engine_call
+
+    return sum(await engine_call(self, "esgrpo_set_segment_length", group, length, tail))
+
+
+async def esgrpo_take_aborted(self, group, member):
+    """What the engine's book knew of this member's attempt when it was aborted; None when it was not."""
+    from esgrpo.hooks.verl.server.control_methods import engine_call
+
+    return next((payload for payload in await engine_call(self, "esgrpo_take_aborted", group, member) if payload), None)
+
+
+async def esgrpo_require_abort(self, required):
+    """While `required`, a weight sync's "keep" is off: the caller counts on requests that come back."""
+    from esgrpo.hooks.verl import owned
+
+    owned.of(self, owned.Server).abort_required = required
+
+
+async def esgrpo_engine_reports(self):
+    from esgrpo.hooks.verl.server.control_methods import engine_call
+
+    return await engine_call(self, "esgrpo_report")
+
+
+async def esgrpo_take_windows(self):
+    """The engine windows closed since the last call."""
+    from esgrpo.hooks.verl import owned
+
+    kept = owned.of(self, owned.Server)
+    windows, kept.windows = kept.windows, []
+    return windows
+
+
+def methods(servers, name: str) -> list:
+    """This control method of every server that has it: the user may go on without the hook that adds them."""
+    from esgrpo import guard
+
+    found = [getattr(server, name) for server in servers if hasattr(server, name)]
+    if len(found) < len(servers):
+        guard.say_once("esgrpo: server-control is not in place: servers are not asked for windows, and no response is "
+                       "ended, measured or moved")
+    return found
+
+
+METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_set_segment_length, esgrpo_take_aborted, esgrpo_require_abort,
+           esgrpo_engine_reports, esgrpo_take_windows)
+
+
+def apply(module) -> None:
+    for function in METHODS:
+        setattr(module.vLLMHttpServer, function.__name__, function)
+
+
+def installed(module) -> bool:
+    return all(getattr(module.vLLMHttpServer, function.__name__, None) is function for function in METHODS)

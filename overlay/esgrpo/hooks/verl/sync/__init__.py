@@ -1,0 +1,1 @@
+"""The weight sync: what becomes of running requests."""

@@ -1,0 +1,37 @@
+"""Hands the weight version on to the EngineCore, where tokens are stamped with it."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook
+
+HOOK = Hook(
+    slug="server-weight-version",
+    target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.set_global_steps",
+    process=("vllm-server",),
+    kind="wrap",
+    why="verl stamps a response with the server's version when the request ends; a request that lives through a sync "
+        "would look entirely fresh",
+    remove_when="verl records the version per token",
+    features=("observe",),
+    without=(("==0.7.0", "no attempt lives through a weight sync: the rollouter's version is that of its tokens"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    async def set_global_steps(self, *args, **kwargs):
+        from esgrpo.hooks.verl import owned
+        from esgrpo.hooks.verl.server import token_outputs
+        from esgrpo.hooks.verl.server.control_methods import engine_call
+
+        result = await original(self, *args, **kwargs)
+        windows = await engine_call(self, "esgrpo_set_version", self.global_steps)
+        closed = [window for window in windows if window is not None]
+        if closed:
+            closed[0].update(token_outputs.take_counts(self))
+        owned.of(self, owned.Server).windows += closed
+        return result
+
+    return set_global_steps

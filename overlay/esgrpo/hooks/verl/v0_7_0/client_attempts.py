@@ -1,0 +1,83 @@
+"""verl 0.7.0: tells the scheduler which response an attempt belongs to, takes the outcome, and re-submits yields."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from esgrpo.engine import Hook
+from esgrpo.hooks.verl.v0_7_0.grouped_calls import ELSEWHERE, LATER
+
+HOOK = Hook(
+    slug="partial-attempts",
+    target="recipe.fully_async_policy.agent_loop.agent_loop:FullyAsyncLLMServerManager._generate_attempt",
+    process=("agent-loop-worker",),
+    kind="wrap",  # the original is called once per attempt: a yield is submitted again with what is left
+    why="the partial server and its client know only cancelled or not. The git patches give this method and honour "
+        "max_tokens; what a stop reason means is decided here",
+    patches=(("==0.7.0", ("partial-server-honours-response-length", "carry-stop-reason-through-partial-server")),),
+    remove_when="verl 0.7.0 is no longer supported",
+    features=("observe",),
+    relies_on=(
+        "recipe.fully_async_policy.agent_loop.agent_loop:FullyAsyncLLMServerManager.generate_for_partial",
+        "recipe.fully_async_policy.vllm_rollout.vllm_async_server:vLLMHttpServerForPartial._generate_step",
+        "recipe.fully_async_policy.vllm_rollout.vllm_async_server:vLLMHttpServerForPartial.generate_for_partial",
+        "recipe.fully_async_policy.vllm_rollout.vllm_async_server:vLLMHttpServerForPartial.cancel",
+    ),
+    without=((LATER, ELSEWHERE),),
+)
+
+
+@dataclass
+class Attempt:
+    """One answer of the partial server in the shape of verl's TokenOutput."""
+
+    token_ids: list
+    stop_reason: str
+    extra_fields: dict
+
+
+def build(original):
+    @functools.wraps(original)
+    async def _generate_attempt(self, *args, **kwargs):
+        from esgrpo.hooks.verl.groups import rollout_driver
+        from esgrpo.hooks.verl.v0_7_0 import client_attempts
+
+        seat = rollout_driver.current.get()
+        if seat is None:  # a caller outside a group
+            return await original(self, *args, **kwargs)
+        return await client_attempts.generate_member(original, self, seat, args, kwargs)
+
+    return _generate_attempt
+
+
+async def generate_member(original, client, seat, args, kwargs):
+    """All attempts of this call: (token ids, log-probs, interrupted, extra fields of the last attempt)."""
+    import inspect
+
+    from esgrpo.algo.rollout import HandOn
+    from esgrpo.hooks.verl.groups import rollout_driver
+
+    bound = inspect.signature(original).bind(client, *args, **kwargs)
+    prompt = list(bound.arguments["prompt_ids"])
+    parameters = dict(bound.arguments["sampling_params"])  # shared by all responses of the worker
+    budget = parameters.get("max_tokens")
+    if budget is None:
+        budget = client.config.actor_rollout_ref.rollout.response_length
+    tokens, log_probs, extra, interrupted, fields = [], [], {}, False, seat.fields()
+    while True:
+        segment = {**(parameters.get("extra_args") or {}), "segment": fields}
+        bound.arguments["sampling_params"] = {**parameters, "max_tokens": budget - len(tokens), "extra_args": segment}
+        bound.arguments["prompt_ids"] = prompt + tokens
+        new_tokens, new_log_probs, interrupted, extra = await original(*bound.args, **bound.kwargs)
+        if interrupted and not new_tokens:  # paused before a token was made: nothing happened
+            break
+        attempt = Attempt(list(new_tokens), "aborted" if interrupted else "completed", dict(extra))
+        action = await rollout_driver.attempt_ended(seat, attempt, len(prompt) + len(tokens),
+                                                  budget - len(tokens) - len(new_tokens))
+        tokens += new_tokens
+        log_probs += new_log_probs
+        if isinstance(action, HandOn):
+            break
+        fields = action.fields
+    return tokens, log_probs, interrupted, extra

@@ -1,0 +1,59 @@
+"""verl 0.7.0: tells the recipe's rollouter which prompts have been trained, before the weights are synced."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook
+from esgrpo.hooks.verl.v0_7_0.grouped_calls import ELSEWHERE, LATER
+from esgrpo.hooks.verl.v0_7_0.taken_prompts import TRAINER
+
+HOOK = Hook(
+    slug="partial-trained-prompts",
+    target=f"{TRAINER}._trigger_parameter_sync_after_step",
+    process=("trainer",),
+    kind="wrap",
+    why="as trained-prompts, and earlier: after a sync the recipe's rollouter validates in its event loop and hears "
+        "nothing until that is over, while the trainer goes on to its checkpoint",
+    remove_when="verl 0.7.0 is no longer supported",
+    features=("observe",),
+    relies_on=(f"{TRAINER}.fit", f"{TRAINER}.set_parameter_synchronizer",
+               "recipe.fully_async_policy.param_sync:ParameterSynchronizer.__init__"),
+    without=((LATER, ELSEWHERE),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def _trigger_parameter_sync_after_step(self, *args, **kwargs):
+        from esgrpo.hooks.verl.prompts import trained_prompts
+        from esgrpo.hooks.verl.v0_7_0 import trained_prompts as partial_trained_prompts
+
+        if partial_trained_prompts.knows_rollouter(self):
+            trained_prompts.tell(self)
+        return original(self, *args, **kwargs)
+
+    return _trigger_parameter_sync_after_step
+
+
+def knows_rollouter(trainer) -> bool:
+    """The recipe's trainer has no handle of it; its synchronizer, idle between two syncs, has one."""
+    import ray
+
+    from esgrpo.hooks.verl import owned
+    from esgrpo.hooks.verl.prompts import trained_prompts
+
+    if not hasattr(trainer, "rollouter"):
+        asked = trainer.param_synchronizer.__ray_call__.remote(_rollouter_of)
+        try:
+            trainer.rollouter = ray.get(asked, timeout=trained_prompts.ANSWER_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError:
+            trained_prompts.say_silent("the synchronizer")
+            owned.take(trainer, owned.TrainedPrompts)
+            return False
+    return True
+
+
+def _rollouter_of(synchronizer):
+    """Runs inside the synchronizer."""
+    return synchronizer.rollouter

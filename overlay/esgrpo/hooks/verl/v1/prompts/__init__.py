@@ -1,0 +1,1 @@
+"""Prompts and groups of verl's v1 trainers."""

@@ -1,0 +1,82 @@
+"""Says and counts what a restart of verl's v1 trainers generates a second time."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook
+from esgrpo.errors import say
+
+HOOK = Hook(
+    slug="v1-reissued-groups",
+    target="verl.trainer.ppo.v1.trainer_base:PPOTrainer._reissue_inflight_prompts",
+    process=("v1-task-runner",),
+    kind="wrap",
+    why="a restored TransferQueue holds the finished members of unfinished groups; this method throws them away and "
+        "generates the whole group again, which only verl's log at INFO says, in rows",
+    remove_when="verl's v1 checkpoint holds the tokens of responses that are being generated",
+    features=("v1",),
+    relies_on=("verl.trainer.ppo.v1.trainer_base:PPOTrainer.fit",),
+    without=(("==0.7.0", "no v1 trainers"),),
+)
+
+
+def build(original):
+    @functools.wraps(original)
+    def _reissue_inflight_prompts(self, *args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl import owned
+        from esgrpo.hooks.verl.v1.prompts import drawn_prompts, reissued_groups
+
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        partition = bound.arguments["partition_id"]
+        drawn_prompts.started(self, reissued_groups.tags_of(self, partition))
+        lost = reissued_groups.unfinished(self, partition)
+        result = original(self, *args, **kwargs)
+        if lost["groups"]:
+            reissued_groups.tell(lost)
+            owned.of(self, owned.Restarted).lost = lost
+        return result
+
+    return _reissue_inflight_prompts
+
+
+def tags_of(trainer, partition: str) -> dict[str, dict]:
+    """Tags of all keys in the restored queue; under `sync` verl restores none."""
+    import transfer_queue
+
+    if trainer.trainer_mode == "sync":
+        return {}
+    return (transfer_queue.kv_list(partition) or {}).get(partition, {})
+
+
+def unfinished(trainer, partition: str) -> dict[str, int]:
+    """Groups without an end in the queue, their members that had ended, the tokens of these, and all other members.
+
+    The finished ones are not kept on purpose. They are the short ones of their group, and those that were running have
+    lost their tokens: drawn again, they would come out shorter than the ones they stand for. Starting the group as a
+    whole costs tokens and leaves every group a sample of n.
+    """
+    import transfer_queue
+
+    from esgrpo.hooks.verl.v1.rows.queue_rows import group_of
+
+    tags = (transfer_queue.kv_list(partition) or {}).get(partition, {})
+    groups = {key for key, tag in tags.items()
+              if tag.get("is_prompt", False) and tag.get("status") in ("pending", "running")}
+    rows = {key: tag for key, tag in tags.items() if not tag.get("is_prompt", False) and group_of(key) in groups}
+    ended = {key.rpartition("_")[0] for key in rows}  # a session may have given several rows
+    tokens = sum(tag.get("response_len", 0) for tag in rows.values())
+    return {"groups": len(groups), "finished": len(ended), "tokens": tokens,
+            "running": len(groups) * trainer.config.actor_rollout_ref.rollout.n - len(ended)}
+
+
+def tell(lost: dict[str, int]) -> None:
+    from esgrpo import records
+    from esgrpo.algo.resuming import reissued_words
+    from esgrpo.algo.rows import Restart
+
+    records.write(Restart(**lost))
+    say(f"esgrpo: {reissued_words(**lost)}")

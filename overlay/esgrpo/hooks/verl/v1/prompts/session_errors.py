@@ -1,0 +1,59 @@
+"""Tells a v1 trainer why a prompt group failed: the error of its agent loop, in the tag of its prompt."""
+
+from __future__ import annotations
+
+import functools
+
+from esgrpo.engine import Hook
+
+HOOK = Hook(
+    slug="v1-session-errors",
+    target="verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop",
+    process=("agent-loop-worker",),
+    kind="wrap",
+    why="verl's v1 agent loop logs the error of a session and hands on the status `failure`; the trainer, which counts "
+        "failed prompts, could not name what raised",
+    after=("group-members",),
+    remove_when="verl's v1 prompts carry the error that made them fail",
+    features=("v1",),
+    relies_on=("verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ._run_prompt",),
+    without=(("==0.7.0", "no v1 trainers"),),
+)
+
+TAG = "esgrpo_failed"  # {"error": class and message, "prompt": key, "words": how a user finds the prompt}
+
+
+def build(original):
+    @functools.wraps(original)
+    async def _run_agent_loop(self, *args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl.v1.prompts import session_errors
+
+        try:
+            return await original(self, *args, **kwargs)
+        except Exception as error:
+            arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+            if not arguments["trajectory"]["validate"]:
+                await session_errors.tell(arguments.get("kwargs", {}), error)
+            raise
+
+    return _run_agent_loop
+
+
+async def tell(prompt: dict, error) -> None:
+    """verl publishes the group's status after the last of its sessions has settled, and so after this."""
+    import transfer_queue
+
+    from esgrpo.algo import endings
+    from esgrpo.algo.failures import brief, is_of_one_prompt
+    from esgrpo.algo.history import prompt_key
+    from esgrpo.hooks.verl.prompts.failed_prompts import words
+    from esgrpo.hooks.verl.run import reports
+
+    raw, index = prompt.get("raw_prompt"), prompt.get("index")
+    key = None if raw is None else prompt_key(raw)
+    alone = is_of_one_prompt(error)
+    said = brief(error) if alone else str(endings.of_error(type(error).__name__, str(error), reports.actor_names()))
+    found = {"error": said, "prompt": key, "words": words(key, None if index is None else [index]), "alone": alone}
+    await transfer_queue.async_kv_put(key=prompt["uid"], partition_id="train", tag={TAG: found})

@@ -1,0 +1,1 @@
+"""Rows of the TransferQueue, and what is trained on them."""

@@ -1,0 +1,56 @@
+"""Fetches the keep probabilities of a batch from the TransferQueue, for the advantage estimator under verl's v1."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+
+from esgrpo.engine import Hook
+
+HOOK = Hook(
+    slug="v1-keep-probabilities",
+    target="verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_advantage",
+    process=("v1-task-runner",),
+    kind="wrap",
+    why="it selects the columns that the estimator gets by name, and only here the batch's keys and partition are "
+        "known; the columns come back in v1-final-outputs, one call further down",
+    remove_when="verl's v1 passes extra fields to registered advantage estimators",
+    features=("weighted",),
+    without=(("==0.7.0", "no v1 trainers"),),
+)
+
+_SUMMARIES: contextvars.ContextVar = contextvars.ContextVar("esgrpo_v1_summaries", default=None)
+PADDING = {"keep_probability": 1.0, "pivot": None}  # a synthetic row of verl's, with an empty mask
+
+
+def build(original):
+    @functools.wraps(original)
+    def _compute_advantage(self, *args, **kwargs):
+        import inspect
+
+        from esgrpo.hooks.verl.v1.rows import keep_probabilities
+        from esgrpo.hooks.verl.v1.rows.queue_rows import real_keys, with_summaries
+
+        batch = inspect.signature(original).bind(self, *args, **kwargs).arguments["batch"]
+        real = real_keys(batch)
+        found = {row.key: row.extra_fields["esgrpo"] for row in with_summaries(real, batch.partition_id)}
+        padding = {key: keep_probabilities.PADDING for key in set(batch.keys) - set(real)}
+        token = keep_probabilities._SUMMARIES.set({**padding, **found})
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            keep_probabilities._SUMMARIES.reset(token)
+
+    return _compute_advantage
+
+
+def add_column(data, keys) -> None:
+    """Give this DataProto, whose rows have these keys, the column that `weighted_rows` reads."""
+    import numpy as np
+
+    summaries = _SUMMARIES.get()
+    if summaries is None:
+        return
+    column = np.empty(len(keys), dtype=object)
+    column[:] = [summaries.get(key) for key in keys]
+    data.non_tensor_batch["esgrpo"] = column

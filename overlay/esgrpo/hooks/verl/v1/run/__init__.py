@@ -1,0 +1,1 @@
+"""Start, handshake and end of verl's v1 trainers."""
