@@ -208,7 +208,6 @@ def test_two_processes_between_one_another():
 
 @pytest.mark.parametrize("text, innermost", [
     ("Exception ignored in: <function A.__del__>\nTraceback (most recent call last):\n  File 'a'\nOSError: closed", ""),
-    ("Fatal Python error: none_dealloc", "Fatal Python error: none_dealloc"),
     ("train.sh: line 88:  4711 Trace/breakpoint trap (core dumped)",
      "train.sh: line 88:  4711 Trace/breakpoint trap (core dumped)"),
     ("ERROR: Could not install packages due to an OSError", "ERROR: Could not install packages due to an OSError"),

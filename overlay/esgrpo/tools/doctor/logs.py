@@ -128,10 +128,11 @@ def _parts(parsed) -> list[list[str]]:
     return ways
 
 
-def literals(pattern: re.Pattern) -> list[str]:
+@cache
+def literals(pattern: re.Pattern) -> frozenset[str]:
     """One of these is in every line that this pattern finds: for each alternative the longest plain part, or SHARED."""
-    return [next((word for word in SHARED for part in parts if word in part), max(parts, key=len))
-            for parts in _parts(regex_parser.parse(pattern.pattern))]
+    return frozenset(next((word for word in SHARED for part in parts if word in part), max(parts, key=len))
+                     for parts in _parts(regex_parser.parse(pattern.pattern)))
 
 
 def _by_word() -> dict[str, list[tuple[re.Pattern, Signature]]]:
@@ -139,7 +140,7 @@ def _by_word() -> dict[str, list[tuple[re.Pattern, Signature]]]:
     words: dict[str, list[tuple[re.Pattern, Signature]]] = {word: [] for word in signs.WORDS}
     for signature in signatures():
         for pattern in signature.patterns:
-            for word in set(literals(pattern)):
+            for word in literals(pattern):
                 words.setdefault(word, []).append((pattern, signature))
     return words
 

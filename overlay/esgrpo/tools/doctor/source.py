@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from esgrpo.errors import EsgrpoError
 
-PACKED = {b"\x1f\x8b": ("gzip", gzip.GzipFile), b"BZh": ("bzip2", bz2.BZ2File), b"\xfd7zXZ\x00": ("xz", lzma.LZMAFile)}
+PACKED = {b"\x1f\x8b": ("gzip", gzip.open), b"BZh": ("bzip2", bz2.open), b"\xfd7zXZ\x00": ("xz", lzma.open)}
 OTHERS = {b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"7z\xbc\xaf": "7-zip"}  # the standard library has none
 MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 SAMPLE = 1 << 16  # bytes that decide what a file is
@@ -77,7 +77,7 @@ def _encoding(head: bytes) -> str:
     for mark, name in MARKS:
         if head.startswith(mark):
             return name
-    body = head.lstrip(b"\x00") or head
+    body = head.strip(b"\x00") or head  # a log that was cut while it grew begins or ends with a hole
     even, odd = head[0::2].count(0), head[1::2].count(0)
     half = max(1, len(head) // 2)
     if odd > ZEROS * half > even or even > ZEROS * half > odd:
