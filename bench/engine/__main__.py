@@ -22,7 +22,7 @@ import random
 import sys
 import time
 from collections.abc import Iterable
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 from bench.common import workload
@@ -55,11 +55,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train-s", type=float, default=0.0, help="async: seconds of training per update")
     parser.add_argument("--sync-s", type=float, default=1.0, help="seconds in which the weights are loaded")
     parser.add_argument("--capacity", type=int, default=0, help="requests at which a replica is full; 0: measured")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", default="1", help="of the workload, one or more: a pair of runs has the same")
     parser.add_argument("--results", type=Path, required=True)
     options = parser.parse_args(argv)
     options.policies, options.scenario = options.policies.split(","), options.scenario.split(",")
     options.workloads = options.workload.split(",")
+    try:
+        options.seeds = [int(seed) for seed in options.seed.split(",")]
+    except ValueError:
+        parser.error(f"--seed {options.seed}: wanted whole numbers, as 1,2,3")
     for name in options.policies:
         try:
             kind = policy(name)
@@ -129,12 +133,12 @@ def measured_capacity(fleet: Fleet, options, facts: dict, end: float) -> int:
     return found
 
 
-def schedule(options) -> list[tuple[int, str, str, str]]:
-    """(repeat, workload, scenario, policy) in the order of the runs."""
+def schedule(options) -> list[tuple[int, int, str, str, str]]:
+    """(repeat, seed, workload, scenario, policy) in the order of the runs; each repeat and seed rotates them."""
     found, names = [], options.policies
-    for repeat in range(options.repeats):
-        rotated = names[repeat % len(names):] + names[:repeat % len(names)]
-        found += [(repeat, kind, scenario, name) for kind in options.workloads for scenario in options.scenario
+    for turn, (repeat, seed) in enumerate(product(range(options.repeats), options.seeds)):
+        rotated = names[turn % len(names):] + names[:turn % len(names)]
+        found += [(repeat, seed, kind, scenario, name) for kind in options.workloads for scenario in options.scenario
                   for name in rotated if scenario in policy(name).scenarios]
     return found
 
@@ -162,10 +166,10 @@ def compare(fleet: Fleet, options, facts: dict, began: float) -> list[dict]:
     capacity = measured_capacity(fleet, options, facts, end)
     todo = schedule(options)
     while todo:
-        repeat, options.workload, scenario, name = todo[0]
+        repeat, options.seed, options.workload, scenario, name = todo[0]
         if time.monotonic() + longest > end:
             break
-        common.say(f"{options.workload} {scenario} {name} #{repeat} begins")
+        common.say(f"{options.workload} {scenario} {name} #{repeat} of seed {options.seed} begins")
         started = time.monotonic()
         try:
             driver = play(fleet, options, name, scenario, capacity, end)
@@ -176,8 +180,9 @@ def compare(fleet: Fleet, options, facts: dict, began: float) -> list[dict]:
         todo.pop(0)
     if todo:
         common.say(f"out of time, left out: {todo}")
-        common.append(options.results, {"kind": "left_out", "runs": todo, "why": "out of time",
-                                        **{key: getattr(options, key) for key in ("groups", "members", "cap", "seed")}})
+        names = [(repeat, f"seed {seed}", *rest) for repeat, seed, *rest in todo]
+        common.append(options.results, {"kind": "left_out", "runs": names, "why": "out of time",
+                                        **{key: getattr(options, key) for key in ("groups", "members", "cap")}})
     return records
 
 

@@ -99,14 +99,18 @@ def reconcile(policy: str, decoded: int, engines: int, trained: int, waste: Mapp
 
 
 def ratios(runs: Sequence[Mapping], base: str, key: str = "s_per_update") -> dict[str, dict]:
-    """For every policy: how many times faster than `base` in the same repeat; median, smallest, largest, count. Beside
-    it what a speed alone does not say: the median share of its trained rows that are stale, and its decisions."""
-    bases = {(run["scenario"], run["repeat"]): run[key] for run in runs if run["policy"] == base}
+    """For every policy: how many times faster than `base` in the same repeat of the same seed; median, smallest,
+    largest, count. Beside it what a speed alone does not say: the median share of its trained rows that are stale, and
+    its decisions."""
+    def pair(run: Mapping) -> tuple:
+        return run["scenario"], run["repeat"], run.get("seed")
+
+    bases = {pair(run): run[key] for run in runs if run["policy"] == base}
     found: dict[str, list[Mapping]] = {}
     for run in runs:
-        if (run["scenario"], run["repeat"]) in bases:
+        if pair(run) in bases:
             found.setdefault(f"{run['scenario']} {run['policy']}", []).append(run)
-    return {name: {**_spread([bases[run["scenario"], run["repeat"]] / run[key] for run in mine]),
+    return {name: {**_spread([bases[pair(run)] / run[key] for run in mine]),
                    "stale_rows": round(statistics.median(run["versions_old"]["rows"]["share"] for run in mine), 4),
                    "decisions": dict(sum((Counter(run["decisions"]) for run in mine), Counter()))}
             for name, mine in found.items()}

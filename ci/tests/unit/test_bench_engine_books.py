@@ -89,12 +89,17 @@ def test_the_results_file_grows_by_whole_lines(tmp_path):
 def test_repeats_rotate_the_order_and_leave_out_what_a_policy_does_not_know(tmp_path):
     chosen = parse(["--policies", "verl,april,es-grpo", "--scenario", "sync,async", "--repeats", "2",
                     "--results", str(tmp_path / "r")])
-    assert schedule(chosen) == [(repeat, "math", scenario, name) for repeat, scenario, name in (
+    assert schedule(chosen) == [(repeat, 1, "math", scenario, name) for repeat, scenario, name in (
         (0, "sync", "verl"), (0, "sync", "april"), (0, "sync", "es-grpo"), (0, "async", "verl"),
         (0, "async", "es-grpo"), (1, "sync", "april"), (1, "sync", "es-grpo"), (1, "sync", "verl"),
         (1, "async", "es-grpo"), (1, "async", "verl"))]
     chosen = parse(["--policies", "verl", "--workload", "code,math", "--results", str(tmp_path / "r")])
-    assert schedule(chosen) == [(0, "code", "sync", "verl"), (0, "math", "sync", "verl")]
+    assert schedule(chosen) == [(0, 1, "code", "sync", "verl"), (0, 1, "math", "sync", "verl")]
+    chosen = parse(["--policies", "verl,april", "--seed", "1,2", "--results", str(tmp_path / "r")])
+    assert schedule(chosen) == [(0, 1, "math", "sync", "verl"), (0, 1, "math", "sync", "april"),
+                                (0, 2, "math", "sync", "april"), (0, 2, "math", "sync", "verl")]
+    with pytest.raises(SystemExit):
+        parse(["--policies", "verl", "--seed", "one", "--results", str(tmp_path / "r")])
     with pytest.raises(SystemExit):
         parse(["--policies", "verl,nobody", "--results", str(tmp_path / "r")])
 
