@@ -7,8 +7,8 @@
 
 Of a changed hook that is not named the difference is printed, nothing is recorded, and the exit code is 1. An accepted
 hook is looked for in the other releases, too, and recorded where its source is one that was accepted. A release in
-which all hooks are recorded becomes supported; once its matrix cell passes here it gets its row in compat.toml, and
-what is generated from that (bench.docs) is written again.
+which all hooks are recorded becomes supported, and gets its row in compat.toml if its matrix cell passes here. The
+tables that count hooks are written again (bench.docs).
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class Recorder:
         self.supported, self.entries = list(old.supported), {s: e for s, e in old.hooks.items() if s in slugs}
         for slug in sorted(old.hooks.keys() - slugs):
             say(f"dropped: {slug} (no such hook)")
-        self.rows = [row.versions[upstream] for row in compat.load()
-                     if row.level == "contract" and upstream in row.versions and "vllm-ascend" not in row.versions]
+        self.rows = sorted({row.versions[upstream] for row in compat.load()
+                            if row.level == "contract" and upstream in row.versions}, key=recorded.order_of)
 
     def release(self, version: str, tree: Path | None = None, only: set[str] | None = None) -> list[str]:
         """Record this release; `only` these hooks, and nothing but known sources. Returns what was refused.
@@ -251,7 +251,6 @@ def add_row(upstream: str, version: str, say=print) -> None:
     lines = [f'level = "{row.level}"', f"date = {row.date}", *(f'{name} = "{v}"' for name, v in versions.items())]
     with compat.FILE.open("a", encoding="utf-8") as file:
         file.write("\n[[tested]]\n" + "\n".join(lines) + "\n")
-    docs.main([])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -296,6 +295,7 @@ def _record(options) -> int:
         recorder.write()
         for version in () if refused or options.tree else versions:
             add_row(upstream, version)
+    docs.main([])  # the table of releases counts hooks, the tox environments are its rows
     if refused:
         print(f"esgrpo: not recorded: {', '.join(refused)} | wanted sources that somebody has read | they do not act "
               "there | read the differences above, then --accept what holds", file=sys.stderr)

@@ -105,6 +105,8 @@ for slug, record in engine.load_hooks().items():
         before = record.state, record.detail
         lose(record, mode)
         record.state, record.detail, _ = engine.check(record.hook)
+        if record.state is engine.State.NOT_NEEDED:  # by the features of the start before: a target not imported waits
+            record.state = engine.State.PENDING
         answers[f"{slug} {mode}"] = {"state": record.state.value, "detail": record.detail,
                                      **{kind: start(kind) for kind in asked[slug]}}
         record.hook, (record.state, record.detail) = whole, before

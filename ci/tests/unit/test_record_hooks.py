@@ -26,6 +26,7 @@ def up(tmp_path, monkeypatch):
     monkeypatch.setattr(upstreams, "sources", lambda upstream, version, say=print: tmp_path / version)
     rows = [compat.Tested("contract", "2026-01-01", {"up": version}) for version in ("1.0", "1.1", "1.2")]
     monkeypatch.setattr(compat, "load", lambda: rows)
+    monkeypatch.setattr(record_hooks.docs, "main", lambda arguments: None)
     (tmp_path / "fingerprints").mkdir()
     recorded.path_of("up").write_text('supported = [">=1,<2"]\n')
     recorded.of_upstream.cache_clear()
