@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from bench import train
 from ci.tests.contract.patched import pristine
 from esgrpo import cli
 from esgrpo.tools import upstreams
@@ -76,6 +78,8 @@ def test_the_same_script_on_a_newer_release(newest, tmp_path):
 
 # ---- recipes
 
+SEGMENT = "actor_rollout_ref.rollout.segment"
+
 
 def recipe_cases():
     return [(version, recipe, backend, device) for version in VERSIONS for recipe in ("fully_async", "one_step_off")
@@ -92,7 +96,7 @@ def test_recipes_pass_on_their_release(version, recipe, backend, device):
     assert [str(f) for f in result.findings if f.severity != "note"] == []
     (launch,) = Script(script, variables).launches
     texts = [a.text for a in launch.arguments]
-    switch = "enable=True" if version == "0.7.0" else "profile=elastic"
+    switch = "enable=True" if version == "0.7.0" else "profile=elastic"  # 0.7.0 has no place for the rest of it
     segment = f"+actor_rollout_ref.rollout.segment.{switch}" in texts
     assert segment == (version.startswith("0.9") or (version == "0.7.0" and recipe == "fully_async"))
 
@@ -112,6 +116,27 @@ def test_recipes_say_the_same_to_bash_and_to_the_linter(version, recipe, backend
     assert done.stdout.split("\0")[:-1] == ["-m", launch.module, *(a.text for a in launch.arguments), "trainer.seed=1"]
 
 
+@pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
+def test_the_front_pages_recipe_is_clean_and_set_as_measured(newest, page):
+    """Every setting that decides how much runs at once is that of the training runs whose numbers stand above it."""
+    given = re.search(r'(?m)^AS_MEASURED="([^"]+)"$', (ROOT / page).read_text(encoding="utf-8"))[1]
+    variables = dict(item.split("=") for item in given.split())
+    result = check.lint(RECIPES / "fully_async.sh", newest, {**HOME, **variables})
+    assert [str(f) for f in result.findings if f.severity != "note"] == []
+    (launch,) = Script(RECIPES / "fully_async.sh", {**HOME, **variables}).launches
+    recipe = {a.text.partition("=")[0]: a.text.partition("=")[2] for a in launch.arguments}
+    options = train.parse(["--scale", "large"])
+    measured = {o.partition("=")[0]: o.partition("=")[2] for o in train.overrides(options, 1, ROOT, ROOT, "overlay")}
+    for key in ("async_training.staleness_threshold", "async_training.trigger_parameter_sync_step",
+                "async_training.concurrent_samples_per_replica", "async_training.require_batches",
+                "async_training.partial_rollout", "actor_rollout_ref.actor.ppo_mini_batch_size",
+                "actor_rollout_ref.rollout.n", "data.max_response_length", "trainer.n_gpus_per_node",
+                "rollout.n_gpus_per_node", "actor_rollout_ref.model.use_remove_padding",
+                "actor_rollout_ref.actor.strategy", "+actor_rollout_ref.model.override_config.attn_implementation",
+                f"+{SEGMENT}.profile", f"+{SEGMENT}.segment_length"):
+        assert recipe[key] == measured[key], key
+
+
 # ---- keys and contradictions, each against a recipe that is clean without it
 
 KEYS = {
@@ -124,7 +149,7 @@ KEYS = {
     "trainer.logger=[console": ("error", "grammar"),
     "model_engine=magatron": ("error", "grammar"),
     "+actor_rollout_ref.rollout.segment.segment_lenght=8": ("error", "segment_length"),
-    "+actor_rollout_ref.rollout.segment.prune.resolved.enable=True": ("error", "audit"),
+    f"+{SEGMENT}.prune.resolved.enable=True +{SEGMENT}.prune.audit.enable=False": ("error", "audit"),
 }
 ASYNC = "async_training"
 CONTRADICTIONS = {
@@ -144,7 +169,7 @@ CONTRADICTIONS = {
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096": (
         "warning", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
     "actor_rollout_ref.rollout.n=1": ("warning", "actor_rollout_ref.rollout.n"),
-    "+actor_rollout_ref.rollout.segment.sync.kv=rebuild": ("error", "actor_rollout_ref.rollout.segment.sync.kv"),
+    f"+{SEGMENT}.sync.kv=rebuild +{SEGMENT}.sync.requests=abort": ("error", f"{SEGMENT}.sync.kv"),
     "actor_rollout_ref.actor.policy_loss.loss_mode=pois actor_rollout_ref.actor.ppo_epochs=2": (
         "error", "actor_rollout_ref.actor.ppo_epochs"),
 }
