@@ -3,11 +3,12 @@
 import ast
 import dataclasses
 import re
+import string
 from pathlib import Path
 
 import pytest
 
-from esgrpo import cli
+from esgrpo import cli, compat
 from esgrpo.algo import accounting, calibration, carry_over, decisions, prompt_sampling, routing
 from esgrpo.hooks.verl.metrics import trained_rows
 from esgrpo.tools.explain import report
@@ -96,7 +97,51 @@ def test_every_member_of_a_family_is_explained(prefix):
 @pytest.mark.parametrize("pattern", sorted(report.load()))
 def test_entries_are_complete(pattern):
     entry = report.load()[pattern]
-    assert FIELDS <= set(entry) <= FIELDS | {"verl"} and all(entry[name] for name in FIELDS)
+    chinese = {f"{name}_zh" for name in ("means", "healthy", "change")}
+    assert FIELDS | chinese <= set(entry) <= FIELDS | chinese | {"verl", "formula_zh"}
+    assert all(entry[name] for name in FIELDS | chinese)
+    assert all(re.search(r"[\u4e00-\u9fff]", entry[f"{name}_zh"]) for name in ("means", "change"))
+
+
+def test_every_text_has_both_languages_with_the_same_fields():
+    for name, texts in compat.toml(report.TEXTS).items():
+        fields = [sorted(part[1] for part in string.Formatter().parse(texts[key]) if part[1]) for key in ("en", "zh")]
+        assert set(texts) == {"en", "zh"} and fields[0] == fields[1], name
+
+
+@pytest.mark.parametrize("asked, metric", [
+    ("truncated responses", "response_length/clip_ratio"), ("response too long", "response_length/clip_ratio"),
+    ("why does the trainer wait", "fully_async/trainer/idle_ratio"), ("how fast", "perf/throughput"),
+    ("learning rate", "actor/lr"), ("long tail", "esgrpo/tail_ratio"), ("gpu memory", "perf/max_memory_allocated_gb"),
+    ("old samples", "count/dropped_stale_samples"), ("奖励一直为 0", "critic/score/mean"),
+    ("回复被截断", "response_length/clip_ratio"), ("显存", "perf/max_memory_allocated_gb"),
+    ("actor/entropyy", "actor/entropy"), ("mq_quue_size", "monitor/queue/mq_queue_size")])
+def test_an_unknown_name_suggests_by_meaning(asked, metric):
+    pattern = report.find(metric)
+    assert pattern in [found for _, found in report.similar(asked)], report.similar(asked)
+    with pytest.raises(report.EsgrpoError) as caught:
+        report.chosen(asked)
+    assert report.load()[pattern]["means"] in caught.value.args[4]
+
+
+@pytest.mark.parametrize("name", ["actor/entropy", "critic/score/mean", "response_length/clip_ratio", "timing_s/gen",
+                                  "val-core/openai/gsm8k/reward/mean@1", "perf/throughput", "rollout_corr/kl"])
+def test_verls_own_step_metrics(name, capsys):
+    assert cli.main(["explain", name]) == 0
+    assert "healthy:" in capsys.readouterr().out
+    assert report.find(f"{name}/made/up") is None or "val-" in name or "timing" in name
+
+
+def test_the_answers_in_chinese(capsys, tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text(NOTES.replace("max_queue_size': 307", "max_queue_size': 192"))
+    assert cli.main(["explain", "--lang", "zh", "--log", str(log)]) == 1
+    out = capsys.readouterr().out
+    assert "结论：瓶颈在 rollout" in out and "不符：" in out or "不符: " in out
+    assert cli.main(["explain", "--lang", "zh", "actor/entropy"]) == 0
+    assert "正常：" in capsys.readouterr().out
+    assert cli.main(["explain", "--lang", "zh", "mq_quue_size"]) == 2
+    assert "是不是想问" in capsys.readouterr().err
 
 
 def test_nothing_is_explained_that_the_overlay_does_not_emit():

@@ -39,7 +39,8 @@ LOW, HIGH = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"
 @pytest.mark.parametrize("low, high, mode, keys", [
     (0.8, 1.2, "vanilla", [LOW]), (0.2, 1.28, "vanilla", [HIGH]), (0.8, 0.28, "gspo", [LOW]),
     (0.2, 0.28, "vanilla", []), (0.0003, 0.0004, "gspo", []), (0.2, 10.0, "vanilla", []),
-    (10, 0.2, "cispo", []), (0.8, 1.2, "cispo", [])])
+    (10, 0.2, "cispo", []), (0.8, 1.2, "cispo", []),
+    (1, 1, "clip_cov", []), (1, 0.28, "vanilla", [])])
 def test_clip_ratios_written_as_factors(low, high, mode, keys):
     values = {LOW: low, HIGH: high, f"{ACTOR}.policy_loss.loss_mode": mode}
     assert found(rules.clipping, values) == [("warning", key) for key in keys]

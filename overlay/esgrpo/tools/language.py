@@ -43,7 +43,7 @@ def of(table: Mapping[str, str], key: str) -> str:
     return table[key if spoken() == "en" else f"{key}_{spoken()}"]
 
 
-def texts(file: Path, name: str, **values) -> str:
+def texts(file: Path, name: str, /, **values) -> str:
     """The text `name` of a file of texts, filled in. Raises KeyError where the file or `values` lack one."""
     return _tables(file)[name][spoken()].format(**values)
 

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 import statistics
 import sys
 from pathlib import Path
 
+from esgrpo import compat
 from esgrpo.errors import EsgrpoError, show
+from esgrpo.tools import language
 
-FILE = Path(__file__).with_name("metrics.toml")
+FILES = tuple(Path(__file__).with_name(name) for name in ("metrics.toml", "verl.toml"))
+TEXTS, SYNONYMS = (Path(__file__).with_name(name) for name in ("texts.toml", "synonyms.toml"))
+said = functools.partial(language.texts, TEXTS)
 PREFIX = "fully_async/"  # the trainer puts it in front of the rollouter's statistics
+SUGGESTED = 3  # metrics that an unknown name is answered with
+STEM = 6  # letters that words are compared by: waiting and waits differ behind them
+NAMED, ALIKE, SPELT = 2.0, 0.7, 0.5  # what a word in the name counts against one in the text, a synonym, spelling
+SIMILAR, MISSPELT = 0.88, 3.0  # difflib ratio from which a name is only misspelt, and what that counts
+UNTOLD = frozenset(("the", "too", "why", "how", "does", "do", "is", "are", "of", "to", "what", "my", "for", "in", "and",
+                    "it", "so", "at", "by", "be", "on", "always"))  # words of a question that tell nothing
 LATEST = 10  # values that a verdict rests on
 APART = 0.1  # idle ratios that differ by less are equal
 SLOTS_A_REPLICA = 16  # verl's default concurrency
@@ -22,13 +33,10 @@ _LOGGED = re.compile(rf"(?:^|\s)([A-Za-z_]\w*(?:/[\w.@-]+)+):{_NUMBER}")  # step
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
+@functools.cache
 def load() -> dict[str, dict]:
-    """Entries by their pattern."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+    """Entries by their pattern; where two fit a name, the first."""
+    return {pattern: entry for file in FILES for pattern, entry in compat.toml(file).items()}
 
 
 def expand(pattern: str) -> list[str]:
@@ -40,19 +48,24 @@ def expand(pattern: str) -> list[str]:
     return [head + option + end for option in options.split(",") for end in expand(tail)]
 
 
+@functools.cache
+def _shape(known: str) -> re.Pattern:
+    """A name with <rule> for one part, <path> for any, as an expression."""
+    shape = re.escape(known).replace("<rule>", r"[\w-]+").replace("<path>", r"\S+")
+    ours = known.startswith("esgrpo/")
+    return re.compile(shape if ours else rf"(?:{PREFIX})?{shape.removeprefix(re.escape(PREFIX))}")
+
+
 def find(name: str, entries: dict[str, dict] | None = None) -> str | None:
     """The pattern that explains exactly this metric."""
     for pattern in entries or load():
-        for known in expand(pattern):
-            shape = re.escape(known).replace("<rule>", r"[\w-]+")
-            if re.fullmatch(rf"(?:{PREFIX})?{shape.removeprefix(re.escape(PREFIX))}"
-                            if not known.startswith("esgrpo/") else shape, name):
-                return pattern
+        if any(_shape(known).fullmatch(name) for known in expand(pattern)):
+            return pattern
     return None
 
 
 def chosen(wanted: str) -> list[str]:
-    """Patterns for a name, a part of one, or all. Raises EsgrpoError with the nearest name."""
+    """Patterns for a name, a part of one, or all. Raises EsgrpoError with those that mean something like it."""
     entries = load()
     if wanted == "all":
         return list(entries)
@@ -60,10 +73,51 @@ def chosen(wanted: str) -> list[str]:
     parts = [pattern for pattern in entries if any(wanted in name for name in expand(pattern))]
     if exact or parts:
         return [exact] if exact else parts
-    names = [name for pattern in entries for name in expand(pattern)]
-    near = difflib.get_close_matches(wanted, names, 1, cutoff=0.0)
-    raise EsgrpoError("explain", f"no metric {wanted}", "a metric of verl's fully-async trainer or of esgrpo",
-                      "nothing to explain", f"did you mean {near[0]}?")
+    near = "; ".join(f"{name} ({language.of(entries[pattern], 'means')})" for name, pattern in similar(wanted))
+    raise EsgrpoError("explain", said("unknown", name=wanted), said("wanted"), said("nothing"),
+                      said("did_you_mean", names=near))
+
+
+def _words(text: str) -> set[str]:
+    """Words of a name or a sentence without their endings, and pairs of Chinese characters."""
+    plain = {word if len(word) < STEM else word[:STEM] for word in re.findall(r"[a-z]{2,}|\d+", text.lower())}
+    return plain | {run[i:i + 2] for run in re.findall(r"[\u4e00-\u9fff]+", text) for i in range(len(run) - 1)}
+
+
+@functools.cache
+def _meanings() -> dict[str, tuple[set[str], set[str]]]:
+    """(words of the names, words of what it means in both languages) by pattern."""
+    return {pattern: (_words(" ".join(expand(pattern))), _words(f"{entry['means']} {entry['means_zh']}"))
+            for pattern, entry in load().items()}
+
+
+def similar(wanted: str) -> list[tuple[str, str]]:
+    """(name, pattern) of the metrics that mean something like `wanted`, best first: by its words and their synonyms,
+    rare ones above common ones; spelling decides where meaning does not."""
+    families = [set().union(*map(_words, family)) for family in compat.toml(SYNONYMS)["families"]]
+    asked = _words(wanted) - UNTOLD
+    alike = {word: set().union(*(family for family in families if word in family)) - {word} for word in asked}
+    meanings = _meanings()
+
+    def weight(word: str) -> float:
+        return 1 / (1 + sum(word in names | said for names, said in meanings.values())) ** 0.5
+
+    def points(word: str, names: set[str], said: set[str]) -> float:
+        return weight(word) * (NAMED * (word in names) + (word in said))
+
+    def score(pattern: str) -> tuple[float, str]:
+        names, said = meanings[pattern]
+        total = sum(max(points(word, names, said), *(ALIKE * points(other, names, said) for other in alike[word]), 0)
+                    for word in asked)
+        spelt = {name: max(difflib.SequenceMatcher(None, wanted, part).ratio() for part in {
+            name, name.rpartition("/")[2]}) for name in expand(pattern)}
+        total += MISSPELT * (max(spelt.values()) >= SIMILAR)
+        told = asked.union(*alike.values())
+        name = max(spelt, key=lambda name: (len(_words(name) & told), spelt[name]))
+        return total + SPELT * max(spelt.values()), name
+
+    ranked = sorted(((*score(pattern), pattern) for pattern in meanings), reverse=True)
+    return [(name, pattern) for _, name, pattern in ranked[:SUGGESTED]]
 
 
 def read(text: str) -> dict[str, list[float]]:
@@ -93,45 +147,46 @@ def arithmetic(values: dict[str, float]) -> list[tuple[bool, str]]:
     def has(*names: str) -> bool:
         return all(name in values for name in names)
 
+    def equal(right: bool) -> str:
+        return said("is" if right else "is_not")
+
     found = []
     if has("static/required_samples", "static/staleness_threshold", "static/max_required_samples"):
         required, staleness, most = (values[f"static/{n}"] for n in (
             "required_samples", "staleness_threshold", "max_required_samples"))
         steps = max(1, round(most / (required * (1 + staleness)))) if required else 1
         right = int(required * (staleness + 1) * steps) == int(most)
-        found.append((right, f"max_required_samples: {most:g} {'=' if right else 'is not'} int({required:g} x "
-                      f"{1 + staleness:g} x {steps}) (required_samples x (1 + staleness_threshold) x "
-                      "trigger_parameter_sync_step)"))
+        found.append((right, said("required", most=most, relation=equal(right), required=required,
+                                  share=1 + staleness, steps=steps)))
     if has("static/max_queue_size", "static/max_required_samples"):
-        room, most = values["static/max_queue_size"], values["static/max_required_samples"]
-        right = room == most
-        found.append((right, f"max_queue_size: {room:g} {'=' if right else 'is not'} max_required_samples"))
+        room = values["static/max_queue_size"]
+        right = room == values["static/max_required_samples"]
+        found.append((right, said("room", room=room, relation=equal(right))))
     if has("static/max_concurrent_samples", "static/max_required_samples"):
         slots, most = values["static/max_concurrent_samples"], values["static/max_required_samples"]
         whole = slots % SLOTS_A_REPLICA == 0 and slots > 0
-        said = (f"= {SLOTS_A_REPLICA} x {slots / SLOTS_A_REPLICA:g} replicas" if whole
-                else "= max_required_samples" if slots == most else "is a concurrency of its own")
-        found.append((slots <= most, f"max_concurrent_samples: {slots:g} {said}"))
+        of = (said("of_replicas", each=SLOTS_A_REPLICA, replicas=slots / SLOTS_A_REPLICA) if whole
+              else said("of_limit" if slots == most else "of_its_own"))
+        found.append((slots <= most, said("slots", slots=slots, said=of)))
     for small, large in (("monitor/active_tasks_size", "static/max_concurrent_samples"),
                          ("monitor/queue/mq_queue_size", "static/max_queue_size")):
         if has(small, large):
             right = values[small] <= values[large]
-            found.append((right, f"{small}: {values[small]:g} {'<=' if right else 'is above'} {large} "
-                          f"{values[large]:g}"))
+            found.append((right, said("bound", small=small, value=values[small], large=large, limit=values[large],
+                                      relation=said("within" if right else "above"))))
     count = {name: values.get(f"count/{name}") for name in (
         "staleness_samples", "total_generated_samples", "dropped_stale_samples", "current_param_version")}
     if None not in count.values() and has("monitor/active_tasks_size") and count["current_param_version"] == 0:
+        stale, generated, dropped = list(count.values())[:3]
         running = values["monitor/active_tasks_size"]
-        waiting = (count["staleness_samples"] - count["total_generated_samples"] - count["dropped_stale_samples"]
-                   - running)
-        found.append((waiting in (0, 1), f"staleness_samples: {count['staleness_samples']:g} = "
-                      f"{count['total_generated_samples']:g} generated + {count['dropped_stale_samples']:g} dropped + "
-                      f"{running:g} running + {waiting:g} that waits for a slot"))
+        waiting = stale - generated - dropped - running
+        found.append((waiting in (0, 1), said("started", stale=stale, generated=generated, dropped=dropped,
+                                              running=running, waiting=waiting)))
     parts = [values[name] for name in values if name.startswith("esgrpo/bubble/")]
     if parts and has("esgrpo/bubble_rate"):
-        right = abs(sum(parts) - values["esgrpo/bubble_rate"]) < 1e-6
-        found.append((right, f"esgrpo/bubble_rate: {values['esgrpo/bubble_rate']:.4g} "
-                      f"{'=' if right else 'is not'} the sum of its causes {sum(parts):.4g}"))
+        rate = values["esgrpo/bubble_rate"]
+        right = abs(sum(parts) - rate) < 1e-6
+        found.append((right, said("bubbles", rate=rate, relation=equal(right), total=sum(parts))))
     return found
 
 
@@ -142,31 +197,33 @@ def bottleneck(values: dict[str, list[float]]) -> str:
 
     trainer, rollouter = middle("fully_async/trainer/idle_ratio"), middle("fully_async/rollouter/idle_ratio")
     if trainer is not None and rollouter is not None:
-        waits = f"the trainer waits {trainer:.0%} of its time, rollout is paused {rollouter:.0%}"
-        if trainer > rollouter + APART:
-            return f"rollout is the bottleneck: {waits}"
-        if rollouter > trainer + APART:
-            return f"the trainer is the bottleneck: {waits}"
-        return f"neither side is the bottleneck: {waits}"
+        side = ("rollout_slow" if trainer > rollouter + APART else
+                "trainer_slow" if rollouter > trainer + APART else "neither")
+        return said(side, waits=said("waits", trainer=trainer, rollouter=rollouter))
     queued, required = middle("monitor/queue/mq_queue_size"), middle("static/required_samples")
     active, slots = middle("monitor/active_tasks_size"), middle("static/max_concurrent_samples")
     stale, most = middle("count/staleness_samples"), middle("static/max_required_samples")
     if None in (queued, required, active, slots):
-        return "cannot be told: the log has neither idle ratios nor the rollouter's statistics"
-    if queued >= required or (None not in (stale, most) and stale >= most):
-        return (f"the trainer is the bottleneck: {queued:g} finished prompts wait, one step takes {required:g}"
-                + (", and rollout is paused by the staleness limit" if stale is not None and stale >= most else ""))
+        return said("cannot_tell")
+    paused = None not in (stale, most) and stale >= most
+    if queued >= required or paused:
+        return said("trainer_slow", waits=said("paused_too" if paused else "finished_wait", queued=queued,
+                                               required=required))
     if active >= slots:
-        return (f"rollout is the bottleneck: all {slots:g} slots are busy and only {queued:g} of {required:g} prompts "
-                "for the next step are finished")
-    return (f"rollout is the bottleneck, and not for want of slots: {active:g} of {slots:g} are busy and only "
-            f"{queued:g} of {required:g} prompts are finished (a tail, a weight sync, or no prompts)")
+        return said("rollout_slow", waits=said("slots_busy", slots=slots, queued=queued, required=required))
+    return said("slots_free", active=active, slots=slots, queued=queued, required=required)
 
 
 def _entry(pattern: str, entry: dict) -> str:
-    lines = [pattern, f"  {entry['means']}", f"  formula: {entry['formula']}", f"  where:   {entry['where']}",
-             f"  healthy: {entry['healthy']}", f"  change:  {entry['change']}"]
-    return "\n".join(lines + ([f"  only in: verl {', '.join(entry['verl'])}"] if "verl" in entry else []))
+    lines = [pattern, f"  {language.of(entry, 'means')}"]
+    for key in ("formula", "where", "healthy", "change"):
+        # a formula of symbols alone and a place in the source have one text
+        lines.append(f"  {said(key)}{language.of(entry, key) if f'{key}_zh' in entry else entry[key]}")
+    return "\n".join(lines + ([f"  {said('only_in', releases=', '.join(entry['verl']))}"] if "verl" in entry else []))
+
+
+def _latest(values: dict[str, list[float]]) -> dict[str, float]:
+    return {name: series[-1] for name, series in values.items()}
 
 
 def of_log(text: str, wanted: str = "all") -> list[str]:
@@ -175,15 +232,13 @@ def of_log(text: str, wanted: str = "all") -> list[str]:
     entries = load()
     explained = {name: pattern for name in values if (pattern := find(name, entries))}
     if not explained:
-        raise EsgrpoError("explain --log", "no metric in it", "verl's console log or metrics.jsonl",
-                          "nothing to explain", "add console to trainer.logger and give its output")
+        raise EsgrpoError("explain --log", said("no_metric"), said("a_log"), said("nothing"), said("add_console"))
     shown = {name: pattern for name, pattern in explained.items() if wanted == "all" or wanted in name}
     width = max(map(len, shown), default=0)
-    lines = [f"{name.ljust(width)}  {values[name][-1]:g}  {entries[pattern]['means']}"
+    lines = [f"{name.ljust(width)}  {values[name][-1]:g}  {language.of(entries[pattern], 'means')}"
              for name, pattern in sorted(shown.items())]
-    latest = {name: series[-1] for name, series in values.items()}
-    lines += [f"{'ok' if holds else 'WRONG'}: {sentence}" for holds, sentence in arithmetic(latest)]
-    return [*lines, f"verdict: {bottleneck(values)}"]
+    lines += [f"{said('ok' if holds else 'wrong')}: {sentence}" for holds, sentence in arithmetic(_latest(values))]
+    return [*lines, said("verdict", verdict=bottleneck(values))]
 
 
 def main(arguments) -> int:
@@ -197,6 +252,5 @@ def main(arguments) -> int:
     except OSError as error:
         raise EsgrpoError("explain --log", f"{arguments.log}: {error.strerror}", "a log", "nothing was read",
                           "correct the path") from None
-    lines = of_log(text, arguments.metric)
-    show("\n".join(lines))
-    return 1 if any(line.startswith("WRONG") for line in lines) else 0
+    show("\n".join(of_log(text, arguments.metric)))
+    return 0 if all(holds for holds, _ in arithmetic(_latest(read(text)))) else 1

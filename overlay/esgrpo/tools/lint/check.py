@@ -23,6 +23,7 @@ MOVED = {"recipe.fully_async_policy.fully_async_main": "verl.experimental.fully_
          "recipe.one_step_off_policy.main_ppo": "verl.experimental.one_step_off_policy.main_ppo"}
 BUILT = ("actor_rollout_ref.", "critic.")  # sections that verl turns into dataclasses
 FREE = ("override", "kwargs")  # sections with such a name are handed on to other libraries
+ENGINES = ("megatron", "veomni", "torchtitan")  # sections that the configs of model_engine=... have
 IN_SCHEDULER = {"segment", "observe"}  # features that vLLM's scheduler has the hooks of
 SHOWN = 3  # dropped arguments that are named
 UNFILLED = re.compile(r"<[^<>=]+>")  # <path to the model>
@@ -264,6 +265,8 @@ def _below(result: dict) -> str:
 def _suggestion(key: str, result: dict, keys: list[str]) -> str:
     """The nearest key of the release: a misspelt part, the same name elsewhere, or the nearest whole key."""
     missing, at = result.get("missing", ""), result.get("at", "")
+    if missing in ENGINES:
+        return said("other_engine", engine=missing)[1]
     rest = key[len(at):].lstrip(".").partition(".")[2]
     close = difflib.get_close_matches(missing, result.get("beside", []), 1, cutoff=SIMILAR)
     if close:

@@ -253,7 +253,7 @@ def losses(c: Config) -> Iterator[Found]:
         yield found(ERROR, "critic.strategy", "critic_strategy", critic=same[1], actor=same[0])
 
 
-RATIO_LOSSES = ("vanilla", "gspo", "clip_cov")  # they clip the ratio itself; cispo's upper bound is meant to be large
+RATIO_LOSSES = ("vanilla", "gspo")  # they clip by the ratio alone; for cispo and clip_cov wide bounds are meant
 LEAST_LOW, LEAST_HIGH, MOST_HIGH = 0.5, 1.0, 2.0  # 0.8 and 1.2 are bounds, 0.2 and 0.28 distances from 1
 
 
@@ -263,7 +263,7 @@ def clipping(c: Config) -> Iterator[Found]:
     high = c.number(f"{ACTOR}.clip_ratio_high")
     if None in (low, high) or c.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla") not in RATIO_LOSSES:
         return
-    as_low, as_high = LEAST_LOW <= low <= 1, LEAST_HIGH <= high < MOST_HIGH
+    as_low, as_high = LEAST_LOW <= low < 1, LEAST_HIGH <= high < MOST_HIGH
     for key, wrong in (("clip_ratio_low", as_low), ("clip_ratio_high", as_high and not as_low)):
         if wrong and f"{ACTOR}.{key}" in c.given:
             yield found(WARNING, f"{ACTOR}.{key}", "clip_as_factor", lower=1 - low, upper=1 + high, low=low, high=high,
