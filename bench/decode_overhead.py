@@ -32,7 +32,7 @@ PROMPT = 16
 ARMS = {
     "plain": None,
     "plain_again": None,
-    # Boundaries and looks come more often than by default (1024 and 32), because the responses of a window are short.
+    # Boundaries and looks come more often than by default (1024 and 128), because the responses of a window are short.
     "segments": {"enable": True, "segment_length": 12},
     "segments_and_repetition": {"enable": True, "segment_length": 12,
                                 "prune": {"repetition": {"enable": True, "check_interval": 12}}},

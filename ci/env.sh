@@ -78,6 +78,17 @@ install_stack() {
     echo "$stamp" >"$VENV/.esgrpo-stamp"
 }
 
+# This checkout as an editable package: `esgrpo` on PATH of the environment, and no PYTHONPATH to set. Off until
+# ESGRPO_ENABLE=1, as everywhere.
+install_package() {
+    local there="import esgrpo, sys; sys.exit(not esgrpo.__file__.startswith('$ROOT/overlay/'))"
+    if [ -x "$VENV/bin/esgrpo" ] && (cd / && env -u PYTHONPATH "$VENV/bin/python" -c "$there" 2>/dev/null); then
+        return
+    fi
+    with_progress "esgrpo" "$VENV/install.log" "$VENV/bin/python" -m pip --disable-pip-version-check install --no-deps \
+        --no-build-isolation -e "$ROOT"
+}
+
 prepare_environment() {
     check_machine
     install_stack

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from esgrpo.algo import decisions
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
 from esgrpo.algo.terms import Outcome
 from esgrpo.records import read
@@ -45,7 +46,7 @@ class Result:
     pruned: int
     partial: int
     sampler: bool  # prompts were chosen by the gradient that they promise
-    decided: str  # what each module decided in the whole run, or why nothing
+    modules: list[decisions.Row]  # what each decided in the whole run, or why nothing
 
 
 def add_target_option(parser) -> None:
@@ -114,7 +115,20 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         pruned=sum(r["outcome"] == Outcome.PRUNE for r in rows), partial=sum(r["attempts"] > 1 for r in responses),
         sampler=any(hook["slug"] in SAMPLERS and hook["state"] == "APPLIED"
                     for report in hooks for hook in report["hooks"]),
-        decided=decided.said(decided.of_directory(str(run_dir), hooks)))
+        modules=decided.of_directory(str(run_dir), hooks))
+
+
+def module_rows(results: list[Result]) -> list[list[str]]:
+    """One row for each module that was on in an arm: its decisions, or why it took none."""
+    def cell(result, name):
+        row = next((row for row in result.modules if row.module == name), None)
+        if row is None or row.decided is None:
+            return "not recorded"
+        return "off" if not row.on and not row.decided else f"{row.decided}: {row.reason}" if row.reason else str(
+            row.decided)
+
+    on = dict.fromkeys(row.module for result in results for row in result.modules if row.on)
+    return [[f"decisions: {name}", *[cell(result, name) for result in results]] for name in on]
 
 
 def table(results: list[Result]) -> list[list[str]]:
@@ -145,6 +159,6 @@ def table(results: list[Result]) -> list[list[str]]:
         *[row(f"wasted: {cause}", share(cause)) for cause in ("pruned", "zero_variance", "stale", "reprefill")],
         row("tail ratio (P99/P50 time)", lambda r: f"{r.tail_ratio:.1f}"),
         ["response length P50 / P99", *[f"{quantile(x, 0.5):.0f} / {quantile(x, 0.99):.0f}" for x in lengths]],
-        row("what each module decided", lambda r: r.decided),
+        *module_rows(results),
         row("hook states", lambda r: ", ".join(f"{n} {state}" for state, n in sorted(r.states.items()))),
     ]

@@ -119,6 +119,16 @@ def _print_table(rows: list[list[str]]) -> None:
         show("  ".join([cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + [row[-1]]).rstrip())
 
 
+def _runs_in(directory: str) -> list[str]:
+    """The directory of a run itself, or those of the runs in the directory of a comparison; else as it was given."""
+    def is_run(path: str) -> bool:
+        return any(os.path.exists(os.path.join(path, *name)) for name in (("esgrpo", "hooks.json"), ("hooks.json",)))
+
+    if is_run(directory) or not os.path.isdir(directory):
+        return [directory]
+    return sorted(entry.path for entry in os.scandir(directory) if entry.is_dir() and is_run(entry.path)) or [directory]
+
+
 def _run_states(directory: str) -> list[dict]:
     path = os.path.join(directory, "esgrpo", "hooks.json")
     path = path if os.path.exists(path) else os.path.join(directory, "hooks.json")
@@ -151,22 +161,37 @@ def status(arguments) -> int:
                             for r in rows])
         fine = {state.value for state in engine.ACCEPTED | {engine.State.PENDING}}
         return 0 if all(r["state"] in fine for r in rows) else 1
+    runs = {os.path.basename(path): (path, *_of_run(path)) for path in _runs_in(arguments.run_dir)}
+    if arguments.json:
+        found = {name: {"processes": reports, "modules": [vars(row) for row in modules]}
+                 for name, (_, reports, modules) in runs.items()}
+        print(json.dumps(found if len(found) > 1 else next(iter(found.values())), indent=2))
+    else:
+        for path, reports, modules in runs.values():
+            if len(runs) > 1:
+                show(path)
+            _print_run(reports, modules)
+    return 1 if any(engine.not_in_place(r["hooks"]) for _, reports, _ in runs.values() for r in reports) else 0
+
+
+def _of_run(path: str) -> tuple[list[dict], list]:
     from esgrpo.tools import decided
 
-    reports = _run_states(arguments.run_dir)
-    modules = decided.of_directory(arguments.run_dir, reports)
-    if arguments.json:
-        print(json.dumps({"processes": reports, "modules": [vars(row) for row in modules]}, indent=2))
+    reports = _run_states(path)
+    return reports, decided.of_directory(path, reports)
+
+
+def _print_run(reports: list[dict], modules: list) -> None:
+    from esgrpo.tools import decided
+
+    _print_table([["PROCESS", "HOST", "PID", "HOOK", "STATE", "REASON"]]
+                 + [[r["process"], r["host"], str(r["pid"]), h["slug"], h["state"], h["detail"]]
+                    for r in reports for h in r["hooks"]])
+    show()
+    if modules:
+        _print_table([["MODULE", "SWITCH", "DECISIONS", "REASON"], *decided.cells(modules)])
     else:
-        _print_table([["PROCESS", "HOST", "PID", "HOOK", "STATE", "REASON"]]
-                     + [[r["process"], r["host"], str(r["pid"]), h["slug"], h["state"], h["detail"]]
-                        for r in reports for h in r["hooks"]])
-        show()
-        if modules:
-            _print_table([["MODULE", "SWITCH", "DECISIONS", "REASON"], *decided.cells(modules)])
-        else:
-            show("what modules decided: not recorded")
-    return 1 if any(engine.not_in_place(r["hooks"]) for r in reports) else 0
+        show("what modules decided: not recorded")
 
 
 def drift(arguments) -> int:

@@ -135,6 +135,10 @@ def test_without_text_is_counted_for_the_next_window():
                                        "token_outputs/with_text": 1}
 
 
+def on(rows) -> dict[str, int]:
+    return {row.module: row.decided for row in rows if row.on}
+
+
 def worker_run(tmp_path, monkeypatch, **segment) -> tuple[rollout_driver.Driver, list[dict]]:
     """A worker whose group of two hands one response back once, and whose engine prunes the other one as a loop."""
     settings = config.parse({"enable": True, "boundary": "yield", "prune": {"repetition": {"enable": True}}, **segment})
@@ -172,7 +176,24 @@ def test_a_group_that_is_over_leaves_one_row_and_status_prints_it(tmp_path, monk
     modules = {row["module"]: row for row in json.loads(capsys.readouterr().out)["modules"]}
     assert modules["loops"] == {"module": "loops", "switch": "prune.repetition.enable", "on": True, "decided": 1,
                                 "reason": ""}
-    assert decided.said(decided.of_directory(str(tmp_path))) == "segments 1, loops 1"
+    assert on(decided.of_directory(str(tmp_path))) == {"segments": 1, "loops": 1}
+
+
+def test_status_of_a_comparison_shows_each_of_its_runs(tmp_path, monkeypatch, capsys):
+    hook = {"slug": "a-hook", "detail": "", "needed": True}
+    for name, state in (("plain", "APPLIED"), ("overlay", "FAILED")):
+        (tmp_path / name / "esgrpo").mkdir(parents=True)
+        (tmp_path / name / "esgrpo" / "hooks.json").write_text(json.dumps(
+            [{"process": "driver", "host": "h", "pid": 1, "hooks": [{**hook, "state": state}]}]))
+    (tmp_path / "data").mkdir()
+    assert cli.main(["status", str(tmp_path)]) == 1  # one of them has a hook that failed
+    said = capsys.readouterr().out
+    assert said.index(f"{tmp_path}/overlay") < said.index("FAILED") < said.index(f"{tmp_path}/plain")
+    assert cli.main(["status", str(tmp_path), "--json"]) == 1
+    assert set(json.loads(capsys.readouterr().out)) == {"plain", "overlay"}
+    assert cli.main(["status", str(tmp_path / "plain")]) == 0
+    capsys.readouterr()
+    assert cli.main(["status", str(tmp_path / "data")]) == 2 and "no such" in capsys.readouterr().err.lower()
 
 
 def test_another_run_in_the_same_directory_is_not_counted_and_restarts_are(tmp_path, monkeypatch):
@@ -181,7 +202,7 @@ def test_another_run_in_the_same_directory_is_not_counted_and_restarts_are(tmp_p
         monkeypatch.setenv(records.ENV_RESTART, str(restart))
         monkeypatch.setattr(decision_counts, "_written", {})
         worker_run(tmp_path, monkeypatch)
-    assert decided.said(decided.of_directory(str(tmp_path))) == "segments 2, loops 2"
+    assert on(decided.of_directory(str(tmp_path))) == {"segments": 2, "loops": 2}
 
 
 @pytest.mark.parametrize("segment, expected", [
@@ -218,12 +239,19 @@ def test_one_process_under_v1_reports_for_all(monkeypatch):
         f"esgrpo/decisions/{name}" for name in ("routing", "sampler", "keep", "token_outputs")}
 
 
-def test_the_table_of_a_comparison_has_the_row():
-    known = {"name": "a", "evaluations": [], "lengths": [], "states": {}, "balance": Counter(), "bubble": Counter(),
-             "target": 0.6, "seconds": 1.0, "decoded": 0, "effective_per_s": 0.0, "tail_ratio": 1.0,
-             "decided": "keep 4"}
-    result = SimpleNamespace(**{**dict.fromkeys(compare.Result.__dataclass_fields__), **known})
-    assert ["what each module decided", "keep 4"] in compare.table([result])
+def test_the_table_of_a_comparison_has_a_row_for_each_module_that_was_on():
+    def result(name, modules):
+        known = {"name": name, "evaluations": [], "lengths": [], "states": {}, "balance": Counter(), "target": 0.6,
+                 "bubble": Counter(), "seconds": 1.0, "decoded": 0, "effective_per_s": 0.0, "tail_ratio": 1.0,
+                 "modules": modules}
+        return SimpleNamespace(**{**dict.fromkeys(compare.Result.__dataclass_fields__), **known})
+
+    plain = [decisions.Row(name, "", False, 0) for name in ("keep", "loops", "routing")]
+    ours = [decisions.Row("keep", "", True, 4), decisions.Row("loops", "", True, 0, "no loop was proven"), plain[2]]
+    table = compare.table([result("plain", plain), result("overlay", ours), result("older", [])])
+    assert [row for row in table if row[0].startswith("decisions: ")] == [
+        ["decisions: keep", "off", "4", "not recorded"],
+        ["decisions: loops", "off", "0: no loop was proven", "not recorded"]]
 
 
 def test_rows_that_come_twice_or_late_change_nothing():

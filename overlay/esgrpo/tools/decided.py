@@ -36,10 +36,3 @@ def cells(rows: list[decisions.Row]) -> list[list[str]]:
     """As a table, without its header: module, on or off, decisions, reason or the switch of what is off."""
     return [[row.module, "on" if row.on else "off", "" if row.decided is None or not (row.on or row.decided)
              else str(row.decided), row.reason if row.on else f"({row.switch})"] for row in rows]
-
-
-def said(rows: list[decisions.Row]) -> str:
-    """The same of those that were on, in one line."""
-    found = [f"{row.module} {'?' if row.decided is None else row.decided}" + (f" ({row.reason})" if row.reason else "")
-             for row in rows if row.on]
-    return ", ".join(found) if found else "all off" if rows else "not recorded"

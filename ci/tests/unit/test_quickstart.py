@@ -1,0 +1,70 @@
+"""What the quickstart says of its two arms, and what a reader can do in its environment afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench import quickstart
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def arm(effective_per_s, time_to_target):
+    return SimpleNamespace(effective_per_s=effective_per_s, time_to_target=time_to_target)
+
+
+@pytest.mark.parametrize("overlay, gained, said", [
+    ((110.0, 50.0), False, ("1.10 times its effective tokens/s", "1.00 times its time to target", "nothing")),
+    ((90.0, None), False, ("0.90 times its effective tokens/s; nothing",)),
+    ((140.0, 45.0), True, ("1.40", "0.90", "more than two runs of one arm differ by")),
+    ((140.0, 80.0), False, ("1.40", "1.60 times its time to target", "more than")),  # more tokens, and slower
+    ((60.0, 50.0), False, ("0.60", "more than")),
+])
+def test_a_gain_is_claimed_only_beyond_what_two_runs_of_one_arm_differ_by(overlay, gained, said):
+    row, better = quickstart.against_plain(arm(100.0, 50.0), arm(*overlay))
+    assert row[:2] == ["against plain", ""] and better == gained
+    assert all(part in row[2] for part in said)
+
+
+def test_the_overlay_arm_is_the_default_profile_and_nothing_else():
+    assert quickstart.OVERLAY == ["+actor_rollout_ref.rollout.segment.profile=elastic"]
+
+
+def test_where_nothing_is_gained_the_reader_is_sent_to_a_heading_that_is_there():
+    page, _, heading = quickstart.NOTHING_HERE.rpartition(": ")[2].partition(", ")
+    assert f"\n## {heading}\n" in (ROOT / page).read_text()
+
+
+def test_it_ends_with_commands_of_its_own_environment(monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(quickstart.ROOT / ".venv" / "bin" / "python"))
+    status, benchmarks = quickstart.afterwards(quickstart.ROOT / "runs" / "quickstart")
+    assert status.startswith(".venv/bin/esgrpo status runs/quickstart: ")
+    assert ".venv/bin/python -m bench.…" in benchmarks
+
+
+@pytest.mark.parametrize("checkout, installed", [("here", True), ("elsewhere", False)])
+def test_the_package_is_installed_once_for_this_checkout(tmp_path, checkout, installed):
+    """`pip install -e` runs only where the environment does not have this very checkout."""
+    venv, here = tmp_path / "venv", tmp_path / "here"
+    (venv / "bin").mkdir(parents=True)
+    (here / "ci").mkdir(parents=True)
+    (here / "ci" / "env.sh").write_text((ROOT / "ci" / "env.sh").read_text())
+    package = tmp_path / checkout / "overlay" / "esgrpo"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (venv / "bin" / "esgrpo").touch(mode=0o755)
+    python = venv / "bin" / "python"
+    python.write_text(f'#!/bin/bash\n[ "$1" = -m ] && {{ echo "$@" >> {tmp_path}/pip; exit; }}\n'
+                      f'PYTHONPATH={package.parent} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    subprocess.run(["bash", "-c", f"source {here}/ci/env.sh; install_package"], check=True, capture_output=True,
+                   env={"PATH": os.environ["PATH"], "ESGRPO_VENV": str(venv)})
+    assert (tmp_path / "pip").exists() != installed
+    if not installed:
+        assert (tmp_path / "pip").read_text().split()[-2:] == ["-e", str(here)]
