@@ -86,7 +86,7 @@ install_package() {
         return
     fi
     with_progress "esgrpo" "$VENV/install.log" "$VENV/bin/python" -m pip --disable-pip-version-check install --no-deps \
-        --no-build-isolation -e "$ROOT"
+        -e "$ROOT"
 }
 
 prepare_environment() {

@@ -161,7 +161,8 @@ class SegmentBook:
         self._asked: OrderedDict[str, dict[int, str]] = OrderedDict()  # group -> member -> rule
         self._lengths: OrderedDict[str, tuple[int, bool]] = OrderedDict()  # group -> (segment length, tail class)
         self._wheel = BoundaryWheel(tokens_per_step)
-        self._length = settings.segment_length
+        self._length, self._interval = settings.segment_length, settings.prune.repetition.check_interval
+        self._min_span = settings.prune.repetition.min_span
         self._decides, self._yields = settings.enable, settings.boundary == "yield"
         self._loop = HELD_LOOP if settings.audited else LOOP  # the audit's coin is tossed where the response comes from
 
@@ -249,19 +250,20 @@ class SegmentBook:
         total = item.done_before + count
         decision = GO_ON
         if item.next_repetition is not None and total >= item.next_repetition:
-            item.next_repetition = next_multiple(total, self.settings.prune.repetition.check_interval)
+            item.next_repetition = next_multiple(total, self._interval)
             if self._proves_loop(item, tokens, (total, *logprobs)):
                 decision = self._loop
-        if self.count_boundaries(item, count) and decision is GO_ON:
-            decision = self._at_boundary(item)
+        if item.next_boundary is not None and total >= item.next_boundary:
+            if self.count_boundaries(item, count) and decision is GO_ON:
+                decision = self._at_boundary(item)
         if decision is GO_ON:
             self._plan(key, item, count)
         return decision
 
     def _proves_loop(self, item: Tracked, tokens: Sequence[int], now: Mark) -> bool:
         """Looks at all tokens since the newest mark that lies at least `min_span` tokens back."""
-        rule, marks = self.settings.prune.repetition, item.marks
-        newest = now[0] - rule.min_span
+        marks = item.marks
+        newest = now[0] - self._min_span
         while len(marks) > 1 and marks[1][0] <= newest:
             marks.popleft()
         mark = marks[0]
@@ -271,7 +273,7 @@ class SegmentBook:
         missing = now[0] - mark[0] - len(tokens)
         if missing > 0:  # they lie in earlier attempts
             tokens = [*item.earlier[len(item.earlier) - missing:], *tokens]
-        item.surprisal = surprisal(rule, tokens, mark, now)
+        item.surprisal = surprisal(self.settings.prune.repetition, tokens, mark, now)
         return item.surprisal is not None
 
     def carried_marks(self, item: Tracked, count: int, logprobs: tuple[float, int]) -> list[list]:

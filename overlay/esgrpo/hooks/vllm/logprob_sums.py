@@ -127,10 +127,10 @@ class LogprobSums:
 
         Of a request that has not ended: upstream may trim what was sampled beyond an end.
         """
-        if key in self._parked:
+        if self._parked and key in self._parked:
             return self._parked[key]
         place = self._places.get(key)
-        return NOTHING if place is None else (float(self._sums[place]), int(self._rows[place]) + self._each)
+        return NOTHING if place is None else (self._sums.item(place), self._rows.item(place) + self._each)
 
     def pop(self, key: str) -> float:
         """The sum of an ended request; it is forgotten at the next change of the batch."""

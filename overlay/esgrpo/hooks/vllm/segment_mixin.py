@@ -137,14 +137,14 @@ class SegmentMixin:
 
     def _segment_act(self, due, outputs) -> None:
         endings = {}
+        book, requests, logprobs_of = self.segment_book, self.requests, self.segment_logprobs.of
         for key in due:
-            request = self.requests.get(key)
-            if request is None or key not in self.segment_book.tracked:
-                continue
-            decision = self.segment_book.look(key, request._output_token_ids, self.segment_logprobs.of(key))
-            if decision.outcome != CONTINUE:
-                endings[key] = decision.outcome, decision.rule
-        for key, rule in self.segment_book.take_pending().items():
+            request = requests.get(key)
+            if request is not None:
+                decision = book.look(key, request._output_token_ids, logprobs_of(key))
+                if decision.outcome != CONTINUE:
+                    endings[key] = decision.outcome, decision.rule
+        for key, rule in book.take_pending().items() if book.pending else ():
             endings[key] = PRUNE, rule
         for key, (outcome, rule) in endings.items():
             if key in self.requests:
