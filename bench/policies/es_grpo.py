@@ -245,9 +245,10 @@ class EsGrpo(Policy):
         self.attempt_ended(member, tokens, Outcome.ABORT)
         fields = self.runs.fields(str(sample.group), sample.member)
         member.length_class, member.may_move = fields["length_class"], fields["move"]
-        self.left(replica)
-        member.replica = self.pool.choose(member.length_class, replica)
-        self.pool.add(member.replica, 1)
+        if self.pool.tail:  # else every response stays where it is
+            self.left(replica)
+            member.replica = self.pool.choose(member.length_class, replica)
+            self.pool.add(member.replica, 1)
         self.runs.on(rollout.Placed(str(sample.group), sample.member, member.replica))
         self.decisions[decisions.ROUTING] += member.replica != replica
         return member.replica
