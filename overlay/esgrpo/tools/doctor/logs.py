@@ -33,8 +33,12 @@ BATCH = 2_000  # lines that are looked at together
 SHAPES = 200_000  # of lines, numbers left out, that are remembered
 DIGITS = b"0123456789"
 JOINED = 50  # suspicious lines that are also read together with the line after them: terminals and editors wrap
-# parts that failures' lines share: a pattern is only tried on lines that have its part, and these few are found fast
-SHARED = ("rror", "ailed", "xception", "not found", "equire", "upport", "must be", "annot ", "imeout", "imed out")
+# parts that patterns share: one of these is looked for instead of many, and a pattern's own part where it is found
+SHARED = ("rror", "ailed", "xception", "not found", "equire", "upport", "must be", "annot ", "imeout", "imed out",
+          "valid", "n't ", "Could n", "_STATUS_", "ceeded", "emory", "onnect", "ystem", "torch.", "ssert", "CCL ",
+          "nknown", "FAILED", "larger than", "ttention", "ivisible", "ignal", "does not", "No such file", "has no ",
+          "ettings", "ermission", "emperature", "illed", "eight", "resume", "eckpoint", "megatron",
+          "issing", "expect", "nable", "egist", "esource", "older", "ersion", "odule", "onfig")
 
 
 @dataclass(frozen=True)
@@ -130,18 +134,18 @@ def _parts(parsed) -> list[list[str]]:
 
 @cache
 def literals(pattern: re.Pattern) -> frozenset[str]:
-    """One of these is in every line that this pattern finds: for each alternative the longest plain part, or SHARED."""
-    return frozenset(next((word for word in SHARED for part in parts if word in part), max(parts, key=len))
-                     for parts in _parts(regex_parser.parse(pattern.pattern)))
+    """One of these is in every line that this pattern finds: for each of its alternatives the longest plain part."""
+    return frozenset(max(parts, key=len) for parts in _parts(regex_parser.parse(pattern.pattern)))
 
 
-def _by_word() -> dict[str, list[tuple[re.Pattern, Signature]]]:
-    """Patterns by what a line must have for them; the signs need lines, too."""
-    words: dict[str, list[tuple[re.Pattern, Signature]]] = {word: [] for word in signs.WORDS}
+def _by_word() -> dict[str, list[tuple[str, re.Pattern, Signature]]]:
+    """Patterns and their parts, by what a line must have for them; the signs need lines, too."""
+    words: dict[str, list[tuple[str, re.Pattern, Signature]]] = {word: [] for word in signs.WORDS}
     for signature in signatures():
         for pattern in signature.patterns:
-            for word in literals(pattern):
-                words.setdefault(word, []).append((pattern, signature))
+            for part in literals(pattern):
+                word = next((word for word in SHARED if word in part), part)
+                words.setdefault(word, []).append((part, pattern, signature))
     return words
 
 
@@ -216,12 +220,12 @@ class _Reader:
             if len(self.suspects) > BATCH:  # of a log full of errors the first of each rank are enough
                 self.suspects = sorted(self.suspects, key=lambda suspect: (-suspect[0], suspect[1]))[:BATCH // 2]
 
-    def _matches(self, number: int, text: str, patterns: list[tuple[re.Pattern, Signature]], level: str,
+    def _matches(self, number: int, text: str, patterns: list[tuple[str, re.Pattern, Signature]], level: str,
                  over: int | None = None) -> list[Signature]:
         """Signatures that find this line; with `over` only those that need what stands on both sides of it."""
         found = []
-        for pattern, signature in patterns:  # one by one: re finds what begins with plain text faster than a|b|c
-            hit = pattern.search(text)
+        for part, pattern, signature in patterns:
+            hit = pattern.search(text) if part in text else None
             if not hit or over is not None and not hit.start() < over < hit.end():
                 continue
             if signature.weight not in CONSEQUENCES or not signs.harmless(level, text):
