@@ -35,27 +35,15 @@ def build(original):
 
 
 async def generate_member(original, client, seat, args, kwargs):
-    import inspect
-
     from esgrpo.algo.rollout import HandOn
     from esgrpo.hooks.verl.groups import rollout_driver
 
-    bound = inspect.signature(original).bind(client, *args, **kwargs)
-    prompt = list(bound.arguments["prompt_ids"])
-    parameters = dict(bound.arguments["sampling_params"])
-    budget = parameters.get("max_tokens", parameters.get("max_new_tokens"))
-    if budget is None:
-        budget = client.config.actor_rollout_ref.rollout.response_length
-    parameters.pop("max_new_tokens", None)
+    call = rollout_driver.Call(original, client, args, kwargs)
     total, fields = None, seat.fields()
     while True:
         done = [] if total is None else total.token_ids
-        extra = {**(parameters.get("extra_args") or {}), "segment": fields}
-        bound.arguments["sampling_params"] = {**parameters, "max_tokens": budget - len(done), "extra_args": extra}
-        bound.arguments["prompt_ids"] = prompt + done
-        output = await original(*bound.args, **bound.kwargs)
-        action = await rollout_driver.attempt_ended(seat, output, len(prompt) + len(done),
-                                                  budget - len(done) - len(output.token_ids))
+        output = await call.attempt(done, fields)
+        action = await call.ended(seat, output, done)
         total = output if total is None else _joined(total, output)
         if isinstance(action, HandOn):
             return total

@@ -53,28 +53,17 @@ def build(original):
 
 async def generate_member(original, client, seat, args, kwargs):
     """All attempts of this call: (token ids, log-probs, interrupted, extra fields of the last attempt)."""
-    import inspect
-
     from esgrpo.algo.rollout import HandOn
     from esgrpo.hooks.verl.groups import rollout_driver
 
-    bound = inspect.signature(original).bind(client, *args, **kwargs)
-    prompt = list(bound.arguments["prompt_ids"])
-    parameters = dict(bound.arguments["sampling_params"])  # shared by all responses of the worker
-    budget = parameters.get("max_tokens")
-    if budget is None:
-        budget = client.config.actor_rollout_ref.rollout.response_length
+    call = rollout_driver.Call(original, client, args, kwargs)
     tokens, log_probs, extra, interrupted, fields = [], [], {}, False, seat.fields()
     while True:
-        segment = {**(parameters.get("extra_args") or {}), "segment": fields}
-        bound.arguments["sampling_params"] = {**parameters, "max_tokens": budget - len(tokens), "extra_args": segment}
-        bound.arguments["prompt_ids"] = prompt + tokens
-        new_tokens, new_log_probs, interrupted, extra = await original(*bound.args, **bound.kwargs)
+        new_tokens, new_log_probs, interrupted, extra = await call.attempt(tokens, fields)
         if interrupted and not new_tokens:  # paused before a token was made: nothing happened
             break
         attempt = Attempt(list(new_tokens), "aborted" if interrupted else "completed", dict(extra))
-        action = await rollout_driver.attempt_ended(seat, attempt, len(prompt) + len(tokens),
-                                                  budget - len(tokens) - len(new_tokens))
+        action = await call.ended(seat, attempt, tokens)
         tokens += new_tokens
         log_probs += new_log_probs
         if isinstance(action, HandOn):
