@@ -13,17 +13,18 @@ LINE = 'import os; os.environ.get("ESGRPO_ENABLE") == "1" and __import__("esgrpo
 
 class Build(build_py):
     def run(self):
+        if self.editable_mode:
+            return super().run()
+        shutil.rmtree(Path(self.build_lib, "esgrpo"), ignore_errors=True)  # of an earlier build: modules move
         super().run()
-        if not self.editable_mode:
-            Path(self.build_lib, PTH).write_text(LINE)
-            shutil.copytree("patches", Path(self.build_lib, "esgrpo", "patches"), dirs_exist_ok=True)
+        Path(self.build_lib, PTH).write_text(LINE)
+        shutil.copytree("patches", Path(self.build_lib, "esgrpo", "patches"), dirs_exist_ok=True)
 
 
 class EditableWithPth(editable_wheel):  # its other .pth adds overlay/ to sys.path and sorts before ours
-    def _install_namespaces(self, installation_dir, pth_prefix):
-        """The last step before the tree becomes the wheel, so that RECORD lists our file."""
+    def _install_namespaces(self, installation_dir, pth_prefix):  # the last step before the tree becomes the wheel
         super()._install_namespaces(installation_dir, pth_prefix)
-        Path(installation_dir, PTH).write_text(LINE)
+        Path(installation_dir, PTH).write_text(LINE)  # so that RECORD lists it
 
 
 setup(cmdclass={"build_py": Build, "editable_wheel": EditableWithPth})

@@ -97,6 +97,20 @@ def assert_works(python: Path) -> None:
     assert broken.stdout == "goes on\n" and broken.stderr.count("\n") == 1, broken.stderr
 
 
+def test_a_second_build_holds_nothing_of_the_first(source, tmp_path):
+    """pip install --upgrade in a checkout builds where it built before; a hook that has moved would be there twice."""
+    tree = Path(shutil.copytree(source, tmp_path / "tree"))
+    moved, built = tree / "overlay" / "esgrpo" / "moved.py", tree / "build" / "lib" / "esgrpo"
+    build = f"import os, runpy, sys; os.chdir({str(tree)!r}); sys.argv = ['setup.py', '-q', 'build']; "
+    moved.write_text("")
+    checked(sys.executable, "-c", f"{build}runpy.run_path('setup.py')")
+    assert (built / "moved.py").exists()
+    moved.unlink()
+    checked(sys.executable, "-c", f"{build}runpy.run_path('setup.py')")
+    assert not (built / "moved.py").exists()
+    assert (built / "engine.py").exists() and (built / "patches").is_dir() and (built.parent / "esgrpo.pth").exists()
+
+
 SHOW = "import os; print(os.environ.get('PYTHONPATH'))"
 
 
