@@ -226,7 +226,7 @@ def doctor(arguments) -> int:
     if arguments.json:
         print(json.dumps([vars(finding) for finding in findings], indent=2))
     else:
-        _print_table([["CHECK", "STATE", "FOUND -> FIX"]] + [
+        _print_table([checks.heads()] + [
             [f.name, f.level, f"{f.found} -> {f.fix}" if f.fix else f.found] for f in findings])
     return checks.exit_code(findings)
 

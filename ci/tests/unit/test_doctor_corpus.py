@@ -144,5 +144,8 @@ def test_every_text_is_there_in_both_languages():
         assert set(text) == set(language.LANGUAGES) and text["en"], name
         fields = [{part.partition("}")[0] for part in text[key].split("{")[1:]} for key in ("en", "zh")]
         assert fields[0] == fields[1] or not text["zh"], name
+    said = "".join(path.read_text(encoding="utf-8") for path in logs.TEXTS.parent.glob("*.py"))
+    unsaid = {name for name in language._tables(logs.TEXTS) if f'"{name}"' not in said} - set(logs.EXIT_CODES)
+    assert not unsaid
     for signature in logs.signatures():
         assert any("\u4e00" <= letter <= "\u9fff" for letter in signature.zh), signature.slug

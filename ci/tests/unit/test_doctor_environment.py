@@ -1,6 +1,7 @@
 """`esgrpo doctor` on hosts that are made up: NPU servers, containers, broken installations."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from esgrpo import cli, engine
+from esgrpo.tools import language
 from esgrpo.tools.doctor import checks, environment
 from esgrpo.tools.doctor.environment import Devices, Host, Ran
 
@@ -333,3 +335,17 @@ def test_the_table(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["CHECK", "STATE", "FOUND", "->", "FIX"]
     assert [line for line in lines if line.startswith("compiler")][0].split()[1] == "warning"
+
+
+FOREIGN = ("tested tuple", "untested tuple", "npu-smi info")  # of compat.toml, for reports as well; what a tool said
+
+
+def test_it_speaks_chinese():
+    """Every fix that is prose, on hosts on which everything is wrong; names and commands stay as they are."""
+    with language.speaking("zh"):
+        found = [finding for host, *_ in WRONG.values() for finding in findings(host)]
+        assert checks.heads()[0] == "检查"
+    texts = [text for finding in found if finding.level != "ok" for text in (finding.found, finding.fix) if text]
+    prose = [text for text in texts if re.search(r"(?i)\b(the|is|are|not|it|before|install order)\b", text)
+             and not any("\u4e00" <= letter <= "\u9fff" for letter in text)]
+    assert [text for text in prose if not text.startswith(FOREIGN)] == [] and len(texts) > len(WRONG)

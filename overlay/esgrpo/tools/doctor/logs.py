@@ -277,7 +277,7 @@ def read_file(name: str) -> Answer:
         return replace(answer, packed=opened.packed, problem=opened.cut)
 
 
-def _say(name: str, **values) -> str:
+def _say(name: str, /, **values) -> str:
     return language.texts(TEXTS, name, **values)
 
 
