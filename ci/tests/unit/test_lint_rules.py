@@ -11,7 +11,7 @@ import pytest
 from esgrpo import cli, compat
 from esgrpo.tools import language, upstreams
 from esgrpo.tools.lint import check, release, rules
-from esgrpo.tools.lint.script import Script
+from esgrpo.tools.lint.script import Argument, Script
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MAIN = "verl.trainer.main_ppo"
@@ -126,6 +126,39 @@ def test_corrections_without_log_probs(correction, severity):
     key = f"{ROLLOUT}.calculate_log_probs"
     values = {"algorithm.rollout_correction": correction, key: False}
     assert found(rules.losses, values) == ([(severity, key)] if severity else [])
+
+
+@pytest.mark.parametrize("validates, dynamic, severity", [
+    (True, False, "error"), (False, False, "warning"), (True, True, "warning")])
+def test_a_mini_batch_above_the_batch_stops_mains_that_validate(validates, dynamic, severity):
+    """verl/experimental/vla has mains of its own, which never call validate_config."""
+    key = f"{ACTOR}.ppo_mini_batch_size"
+    values = {"data.train_batch_size": 8, key: 128, f"{ACTOR}.use_dynamic_bsz": dynamic}
+    assert found(rules.batches, values, validates=validates) == [(severity, key)]
+
+
+@pytest.mark.parametrize("legacy, severities", [(True, []), (False, ["error"])])
+def test_the_reference_section_of_legacy_workers_is_no_dataclass(tmp_path, legacy, severities):
+    """verl 0.7's FSDP workers read actor_rollout_ref.ref.model, which FSDPActorConfig has no field for."""
+    workers = tmp_path / "verl" / "workers"
+    (workers / "config").mkdir(parents=True)
+    (workers / "config" / "actor.py").write_text("class FSDPActorConfig:\n    strategy: str = 'fsdp'\n")
+    (workers / "engine_workers.py").write_text("model = 1\n")
+    if legacy:
+        (workers / "fsdp_workers.py").write_text("")
+    key = "actor_rollout_ref.ref.model.override_config.attn_implementation"
+    result = {"key": key, "at": "actor_rollout_ref.ref", "missing": "model", "beside": ["strategy"],
+              "target": "verl.workers.config.FSDPActorConfig"}
+    findings = check._key(Argument(f"+{key}=eager", 1), result, [], release.Release("0.7.1", tmp_path), MAIN)
+    assert [finding.severity for finding in findings] == severities
+
+
+def test_a_section_of_another_engine_names_the_engine(tmp_path):
+    key = "actor_rollout_ref.actor.megatron.param_offload"
+    result = {"key": key, "at": "actor_rollout_ref.actor", "missing": "megatron", "beside": ["fsdp_config"],
+              "target": "", "kind": "key", "error": "not in struct"}
+    (finding,) = check._key(Argument(f"{key}=True", 1), result, [], release.Release("0.9.1", tmp_path), MAIN)
+    assert "model_engine=megatron" in finding.todo
 
 
 # ---- which release

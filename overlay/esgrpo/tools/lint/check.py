@@ -22,6 +22,7 @@ SEGMENT = "actor_rollout_ref.rollout.segment"
 MOVED = {"recipe.fully_async_policy.fully_async_main": "verl.experimental.fully_async_policy.fully_async_main",
          "recipe.one_step_off_policy.main_ppo": "verl.experimental.one_step_off_policy.main_ppo"}
 BUILT = ("actor_rollout_ref.", "critic.")  # sections that verl turns into dataclasses
+REF = "actor_rollout_ref.ref."
 FREE = ("override", "kwargs")  # sections with such a name are handed on to other libraries
 ENGINES = ("megatron", "veomni", "torchtitan")  # sections that the configs of model_engine=... have
 IN_SCHEDULER = {"segment", "observe"}  # features that vLLM's scheduler has the hooks of
@@ -211,7 +212,8 @@ def _composed(launch: Launch, release: Release, config_dir: Path, name: str,
                          for f in _key(argument, result, answer["keys"], release, launch.module)]
     device = answer["config"].get("trainer", {}).get("device") if isinstance(answer["config"], dict) else ""
     config = rules.Config(answer["config"], frozenset(lines), launch.module, release.version, str(device),
-                          release.flash_default, frozenset(slug for slug in rules.PATCHES if release.has_patch(slug)))
+                          release.flash_default, release.validates(launch.module),
+                          frozenset(slug for slug in rules.PATCHES if release.has_patch(slug)))
     findings += [Finding(_line(lines, key, launch), WARNING if own and severity == ERROR else severity, key, problem,
                          todo) for severity, key, problem, todo in rules.check(config)]
     return findings + _overlay(answer["overlay"], release, lines, launch), True
@@ -246,7 +248,8 @@ def _key(argument: Argument, result: dict, keys: list[str], release: Release, mo
         return []
     close = difflib.get_close_matches(missing, result["beside"], 1, cutoff=SIMILAR)
     kind = result["target"].rpartition(".")[2]
-    fields = release.fields.get(kind) if key.startswith(BUILT) else None
+    built = key.startswith(BUILT) and not (key.startswith(REF) and release.reads_ref_freely)
+    fields = release.fields.get(kind) if built else None
     if fields and missing not in fields and missing not in result["beside"]:
         return [_finding(line, WARNING if own else ERROR, key, "no_field_in_a_recipe" if own else "no_field", kind=kind,
                          missing=missing, suggestion=_suggestion(key, result, keys))]

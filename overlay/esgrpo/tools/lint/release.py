@@ -25,6 +25,7 @@ HYDRA_MAIN = re.compile(r"@hydra\.main\(\s*config_path=[\"']([^\"']*)[\"'],\s*co
 COMPOSE_TIMEOUT_S = 120
 LEGACY_MODULES = ("recipe.fully_async_policy.", "recipe.one_step_off_policy.")  # mains of verl up to 0.7.0
 LEGACY_RELEASE = "0.7.0"
+VALIDATING = ("validate_config", "run_ppo", "TaskRunner")  # what a main calls or inherits that validates
 REQUIRED = "REQUIRED_VERL.txt"  # in the directories of verl-recipe
 # what it may name, the most specific first; a reproduction's or an option's comes before the branch that rolls on
 REQUIRED_KEYS = ("TAG", "COMMIT", "VERL_COMMIT", "ROLLING_VERL_COMMIT", "OPTION_A_TAG", "REPRODUCTION_COMMIT")
@@ -132,6 +133,16 @@ class Release:
             return False
         found = patchset.survey(patchset.load(directory), self.root)
         return slug in found.patches.slugs and found.state(slug) == "applied"
+
+    def validates(self, module: str) -> bool:
+        """Whether a main has validate_config look at the sizes of batches; verl's own experiments need not."""
+        file = self.file(module)
+        return file is not None and any(name in file.read_text(encoding="utf-8") for name in VALIDATING)
+
+    @property
+    def reads_ref_freely(self) -> bool:
+        """The FSDP workers of verl 0.7 make no dataclass of actor_rollout_ref.ref, and read keys that it lacks."""
+        return (self.root / "verl" / "workers" / "fsdp_workers.py").is_file()
 
     @property
     def flash_default(self) -> bool:

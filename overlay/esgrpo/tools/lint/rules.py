@@ -49,6 +49,7 @@ class Config:
     version: str
     device: str  # cuda, npu, cpu; "" when not said
     flash_default: bool  # MindSpeed gets use_flash_attn without being told
+    validates: bool = True  # the main has verl look at its batch sizes before anything starts
     patches: frozenset[str] = frozenset()  # of PATCHES, those that the source has
 
     def get(self, key: str, default=None):
@@ -166,8 +167,9 @@ def batches(c: Config) -> Iterator[Found]:
     mini, n = c.number(f"{ACTOR}.ppo_mini_batch_size"), c.number(f"{ROLLOUT}.n")
     train = c.number("data.train_batch_size")
     if train and mini and not c.fully_async and train < mini:
-        yield found(ERROR if c.get(f"{ACTOR}.use_dynamic_bsz") is False else WARNING, f"{ACTOR}.ppo_mini_batch_size",
-                    "mini_batch_above_batch", mini=mini, train=train)
+        stops = c.get(f"{ACTOR}.use_dynamic_bsz") is False and c.validates
+        yield found(ERROR if stops else WARNING, f"{ACTOR}.ppo_mini_batch_size", "mini_batch_above_batch", mini=mini,
+                    train=train)
     if not world or not together:
         return
     devices = world[0] * world[1]
