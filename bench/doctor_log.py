@@ -38,7 +38,7 @@ def prose(rng: random.Random):
 
 
 def failures(rng: random.Random):
-    lines = [line for name in ("failing", "held_out")
+    lines = [line for name in ("failing", "held_out", "held_out_2")
              for line in (LOGS / "corpus" / f"{name}.txt").read_text("utf-8").splitlines() if not line.startswith("@@")]
     while True:
         yield rng.choice(lines)

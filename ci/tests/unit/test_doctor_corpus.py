@@ -1,8 +1,13 @@
 """`esgrpo doctor --log` over a corpus of log excerpts, in every form that a log comes in, and its exit codes.
 
-held_out.txt was written after the signatures. They were first held against it as they were: of its 79 excerpts 65 were
-right, 12 unknown, 2 wrong and none clean; of the 66 whose cause can be told 52 (79 %) were right. The misses were then
-mended, so that it holds nothing out any more.
+The two held_out files were written after the signatures, which were first held against each as they were:
+
+                excerpts   cause can be told   right        unknown   another cause   unfinished   clean
+held_out              79   66                  52 (79 %)         12               2            0       0
+held_out_2            43   42                  26 (62 %)         15               0            1       0
+
+In the first, a cause that no signature knows counts as one that cannot be told (13, all said to be unknown), in the
+second as missed. What was missed was then mended, so that they hold nothing out any more.
 """
 
 import bz2
@@ -23,7 +28,8 @@ _spec = importlib.util.spec_from_file_location("corpus", Path(__file__).with_nam
 corpus = sys.modules.setdefault("corpus", importlib.util.module_from_spec(_spec))
 _spec.loader.exec_module(corpus)
 
-FAILING = [*corpus.excerpts("failing"), *corpus.excerpts("held_out")]
+FILES = ("failing", "held_out", "held_out_2")
+FAILING = [excerpt for name in FILES for excerpt in corpus.excerpts(name)]
 HEALTHY = corpus.excerpts("healthy")
 FINISHED = b"Training Progress: 100%|##########| 2/2 [00:22<00:00, 11.2s/it]\n"
 
@@ -34,11 +40,11 @@ def test_the_corpus_is_large_and_of_every_form():
     forms = {*corpus.WRAPPED, "alone", "tqdm", "crlf", "utf-16", "utf-16-be", "gzip", "gzip-cut"}
     assert {excerpt.form for excerpt in FAILING + HEALTHY} == forms
     slugs = {signature.slug for signature in logs.signatures()}
-    assert {slug for excerpt in FAILING for slug in excerpt.expected} <= slugs | {"unknown"}
+    assert {slug for excerpt in FAILING for slug in excerpt.expected} <= slugs | {"unknown", "unfinished"}
     assert len(slugs) >= 80
 
 
-@pytest.mark.parametrize("name", ["failing", "held_out"])
+@pytest.mark.parametrize("name", FILES)
 def test_failing_logs(name, tmp_path):
     table = corpus.judged(name, tmp_path)
     assert table["wrong"] == {}  # none is clean, unfinished or of another cause
@@ -55,6 +61,8 @@ def test_healthy_logs_are_no_error(tmp_path):
 def test_a_failure_before_a_finished_end_is_not_clean(tmp_path):
     """Whatever a log ends with, what looks like an error in it is said."""
     for excerpt in FAILING:
+        if excerpt.expected == ("unfinished",):  # a run that hangs says nothing
+            continue
         path = tmp_path / f"{excerpt.name}.log"
         lines = [corpus.WRAPPED.get(excerpt.form, "") + line for line in excerpt.lines]
         path.write_bytes("\n".join(lines).encode() + b"\n" + FINISHED)

@@ -59,6 +59,7 @@ _SIGNS = (
     (ENDED, "FAILED", r"\bFAILED\b(?! *[=:] *0)"),
     (ENDED, "does not apply", r"patch does not apply"),
     (ENDED, "not found", r": (?:command )?not found$|not found \(required by"),
+    (ENDED, "No module named", r"^\S+: No module named \S+$"),
     (ENDED, "No such file", r"^[^'\"]*: No such file or directory$"),
     (ENDED, "ermission denied", r"^[^'\"]*: Permission denied$"),
     (ENDED, "unbound variable", r": unbound variable$"),
