@@ -38,7 +38,7 @@ SHARED = ("rror", "ailed", "xception", "not found", "equire", "upport", "must be
           "valid", "n't ", "Could n", "_STATUS_", "ceeded", "emory", "onnect", "ystem", "torch.", "ssert", "CCL ",
           "nknown", "FAILED", "larger than", "ttention", "ivisible", "ignal", "does not", "No such file", "has no ",
           "ettings", "ermission", "emperature", "illed", "eight", "resume", "eckpoint", "megatron",
-          "issing", "expect", "nable", "egist", "esource", "older", "ersion", "odule", "onfig")
+          "issing", "expect", "egist", "older", "ersion")
 
 
 @dataclass(frozen=True)
