@@ -167,7 +167,9 @@ def test_the_release_that_a_recipe_asks_for(tmp_path):
     wanted = tmp_path / release.REQUIRED
     for text, version in {"# x\nMODE=pinned_tag\nTAG=v0.6.1\nCOMMIT=" + "a" * 40: "0.6.1",
                           "COMMIT=" + "b" * 40: "b" * 40, "BRANCH=main\nVERL_COMMIT=" + "c" * 40: "c" * 40,
-                          "OPTION_A_TAG=v0.4.0": "0.4.0", "MODE=rolling\nBRANCH=main": ""}.items():
+                          "OPTION_A_TAG=v0.4.0": "0.4.0",
+                          "OPTION_A_TAG=v0.4.0\nOPTION_B_VERL_COMMIT=" + "d" * 40: "d" * 40,
+                          "MODE=rolling\nBRANCH=main": ""}.items():
         wanted.write_text(text)
         assert release.required_by(wanted) == version
 

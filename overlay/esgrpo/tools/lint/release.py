@@ -27,8 +27,9 @@ LEGACY_MODULES = ("recipe.fully_async_policy.", "recipe.one_step_off_policy.")  
 LEGACY_RELEASE = "0.7.0"
 VALIDATING = ("validate_config", "run_ppo", "TaskRunner")  # what a main calls or inherits that validates
 REQUIRED = "REQUIRED_VERL.txt"  # in the directories of verl-recipe
-# what it may name, the most specific first; a reproduction's or an option's comes before the branch that rolls on
-REQUIRED_KEYS = ("TAG", "COMMIT", "VERL_COMMIT", "ROLLING_VERL_COMMIT", "OPTION_A_TAG", "REPRODUCTION_COMMIT")
+# what it may name; where there are two tracks, the scripts of today belong to the one that rolls on
+REQUIRED_KEYS = ("TAG", "COMMIT", "VERL_COMMIT", "ROLLING_VERL_COMMIT", "OPTION_B_VERL_COMMIT", "OPTION_A_TAG",
+                 "REPRODUCTION_COMMIT")
 MAX_ABOVE = 6  # directories above a script that are looked at
 VERL_URL = "https://github.com/verl-project/verl.git"
 
