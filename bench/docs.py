@@ -73,7 +73,7 @@ def metric_rows(language: str) -> list[list[str]]:
     return rows
 
 
-def examples() -> str:
+def examples(language: str) -> str:
     """What doctor says of a log, and explain of a metric."""
     excerpt = next(one.excerpt for one in logs.signatures() if one.slug == "keyword-repeated")
     lines = []
@@ -82,7 +82,7 @@ def examples() -> str:
         for command in (["doctor", "--log", log.name], ["explain", "count/staleness_samples"]):
             output = io.StringIO()
             with contextlib.redirect_stdout(output):
-                cli.main(command)
+                cli.main([*command, "--lang", language])
             lines += [f"$ esgrpo {' '.join(command)}".replace(log.name, "train.log"), output.getvalue().rstrip()]
     return "\n".join(["```text", *lines, "```"])
 
@@ -179,7 +179,8 @@ def _in_both(page: str, name: str, make: Callable[[str], list[list[str]]]) -> di
 BLOCKS: dict[tuple[Path, str], Callable[[], str]] = {
     **_in_both("README{}.md", "gains-table", gains.table),
     **_in_both("README{}.md", "modules-table", gains.module_table),
-    **{(ROOT / f"README{end}.md", "examples"): examples for end in ("", "_zh")},
+    **{(ROOT / f"README{end}.md", "examples"): lambda language=language: examples(language)
+       for language, end in ((ENGLISH, ""), (CHINESE, "_zh"))},
     **_in_both("docs/results{}.md", "costs-table", gains.cost_table),
     **_in_both("docs/reference{}.md", "config-table",
                lambda language: [CONFIG_HEAD[language], *config_rows(language)]),
