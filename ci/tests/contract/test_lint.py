@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bench import train
-from ci.tests.contract.patched import pristine
+from ci.tests.contract.patched import patch_file, pristine, touched, tree
 from esgrpo import cli
 from esgrpo.tools import upstreams
-from esgrpo.tools.lint import check, release
+from esgrpo.tools.lint import check, release, rules
 from esgrpo.tools.lint.script import Script
 
 pytest.importorskip("hydra")
@@ -214,8 +214,6 @@ def test_contradictions(with_overrides, override):
     (None, 256, None, "data.train_batch_size"), (None, 64, None, None)])
 def test_calls_of_a_weight_sync_need_a_slot_of_the_server(concurrent, batch, segment, named):
     """8 responses a prompt on one replica whose actor runs 1,024 + 16 calls at once."""
-    from esgrpo.tools.lint import rules
-
     values = {"actor_rollout_ref": {"rollout": {"n": 8, "max_num_seqs": 1024, "tensor_model_parallel_size": 2,
                                                 "segment": segment}},
               "trainer": {"use_v1": True, "nnodes": 1, "n_gpus_per_node": 2,
@@ -305,3 +303,16 @@ def test_a_patched_checkout_needs_no_flash_attention_argument(tmp_path):
         ROOT / "patches" / "verl" / "v0.7.0" / "default-flash-attention-under-mindspeed.patch")],
         cwd=tmp_path, check=True)
     assert key not in found(check.lint(CUT, str(tmp_path)), "error")
+
+
+def test_an_applied_patch_is_seen_in_the_tree(tmp_path):
+    """After ./apply.sh nobody is told to apply it; before, and after an edit, it is not taken for applied."""
+    tree("verl", "v0.7.0", [], tmp_path / "plain", tuple(touched(patch_file("verl", "v0.7.0", rules.HCCL_PATCH))))
+    assert not release.Release("0.7.0", tmp_path / "plain").has_patch(rules.HCCL_PATCH)
+    tree("verl", "v0.7.0", [rules.HCCL_PATCH], tmp_path / "patched")
+    assert release.Release("0.7.0", tmp_path / "patched").has_patch(rules.HCCL_PATCH)
+    assert not release.Release("0.9.1", tmp_path / "patched").has_patch(rules.HCCL_PATCH)  # a patch of 0.7.0
+    name = touched(patch_file("verl", "v0.7.0", rules.HCCL_PATCH))[0]
+    with open(tmp_path / "patched" / name, "a", encoding="utf-8") as file:
+        file.write("# edited\n")
+    assert not release.Release("0.7.0", tmp_path / "patched").has_patch(rules.HCCL_PATCH)
