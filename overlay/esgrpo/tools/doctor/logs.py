@@ -158,6 +158,8 @@ class _Reader:
         self.gates = {word: word.encode().translate(None, DIGITS) for word in self.words}
         self.seen: dict[bytes, tuple[str, ...]] = {}
         self.first: dict[str, Match] = {}
+        self.counts: dict[str, tuple[int, int]] = {}  # last line and number of lines
+        self.looked: dict[tuple[str, str], tuple[list[tuple[Signature, dict[str, str]]], int | None]] = {}
         self.chains: dict[str, signs.Chains] = {}
         self.suspects: list[tuple[float, int, str]] = []  # rank, line, text
         self.last = ""
@@ -200,49 +202,59 @@ class _Reader:
         chain.feed(number, text)
         if chain.quoting or not words:
             return
-        known = [signature for word in words for signature in self._matches(number, text, self.words[word], level)]
-        self._progress(number, text)
-        if any(signature.weight != "echo" for signature in known):
-            return
-        rank = signs.sign(level, text, words)
-        if rank is None:
+        if (looked := self.looked.get((level, text))) is None:  # ranks and retries print the same line again and again
+            looked = self._hits(level, text, words), signs.sign(level, text, words)
+            if len(self.looked) < SHAPES:
+                self.looked[level, text] = looked
+        hits, rank = looked
+        self._found_in(number, text, hits)
+        self._progress(number, text, words)
+        if rank is None or any(signature.weight != "echo" for signature, _ in hits):
             return
         if following and self.joined < JOINED:
             self.joined += 1
             start = text.rstrip()
             both = f"{start} {signs.bare(following[0])[2].strip()}"
-            across = [self._matches(number, both, self.words[word], level, len(start))
-                      for word in self.words if word in both]
-            if any(across):
+            hits = self._hits(level, both, [word for word in self.words if word in both], len(start))
+            self._found_in(number, both, hits)
+            if hits:
                 return
         if not ignored:
             self.suspects.append((rank, number, text))
             if len(self.suspects) > BATCH:  # of a log full of errors the first of each rank are enough
                 self.suspects = sorted(self.suspects, key=lambda suspect: (-suspect[0], suspect[1]))[:BATCH // 2]
 
-    def _matches(self, number: int, text: str, patterns: list[tuple[str, re.Pattern, Signature]], level: str,
-                 over: int | None = None) -> list[Signature]:
-        """Signatures that find this line; with `over` only those that need what stands on both sides of it."""
+    def _hits(self, level: str, text: str, words: Iterable[str],
+              over: int | None = None) -> list[tuple[Signature, dict[str, str]]]:
+        """Signatures that find this line, and what their groups found; with `over` only what stands on both sides."""
         found = []
-        for part, pattern, signature in patterns:
-            hit = pattern.search(text) if part in text else None
-            if not hit or over is not None and not hit.start() < over < hit.end():
-                continue
-            if signature.weight not in CONSEQUENCES or not signs.harmless(level, text):
-                seen = self.first.get(signature.slug) or Match(signature, number, text.strip(), {})
-                self.first[signature.slug] = replace(seen, groups={**hit.groupdict(), **seen.groups}, last=number,
-                                                     count=seen.count + (seen.last != number))
-                found.append(signature)
+        for word in words:
+            for part, pattern, signature in self.words[word]:
+                hit = pattern.search(text) if part in text else None
+                if not hit or over is not None and not hit.start() < over < hit.end():
+                    continue
+                if signature.weight not in CONSEQUENCES or not signs.harmless(level, text):
+                    found.append((signature, hit.groupdict()))
         return found
 
-    def _progress(self, number: int, text: str) -> None:
-        if any(word in text and pattern.search(text) for word, pattern in signs.FINISHED):
+    def _found_in(self, number: int, text: str, hits: list[tuple[Signature, dict[str, str]]]) -> None:
+        for signature, groups in hits:
+            seen = self.first.setdefault(signature.slug, Match(signature, number, text.strip(), groups))
+            if groups.keys() - seen.groups.keys():
+                self.first[signature.slug] = replace(seen, groups={**groups, **seen.groups})
+            last, count = self.counts.get(signature.slug, (0, 0))
+            self.counts[signature.slug] = number, count + (last != number)
+
+    def _progress(self, number: int, text: str, words: Iterable[str]) -> None:
+        if any(word in signs.FINISHED and signs.FINISHED[word].search(text) for word in words):
             self.finished = number
         elif signs.WORKING[0] in text and signs.WORKING[1].search(text):
             self.working = number
 
     def answer(self) -> Answer:
-        matches = sorted(self.first.values(), key=lambda m: (WEIGHTS.index(m.signature.weight), m.line))
+        found = [replace(match, last=self.counts[slug][0], count=self.counts[slug][1])
+                 for slug, match in self.first.items()]
+        matches = sorted(found, key=lambda m: (WEIGHTS.index(m.signature.weight), m.line))
         patterns = [p for signature in signatures() if signature.weight != "echo" for p in signature.patterns]
         ends = [(who == "", *found) for who, chain in self.chains.items() for found in chain.innermost]
         # a traceback that the log leaves open says more than what processes only logged

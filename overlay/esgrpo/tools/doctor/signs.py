@@ -86,7 +86,7 @@ for _rank, _word, _pattern in _SIGNS:
 # may be said of what is wrong, and of much else: shown, never believed
 _HINT = re.compile(r"\b(?:[Ff]ail(?:ed|ure|s)|[Uu]nable to|[Cc]annot|refused|[Tt]imed out|[Ee]rrors?|died|exceeded)\b")
 # lines that only a run that has done its work prints
-FINISHED = [(word, re.compile(pattern)) for word, pattern in (
+FINISHED = {word: re.compile(pattern) for word, pattern in (
     ("Training Progress:", r"Training Progress: 100%"),
     ("Final validation metrics", r"Final validation metrics: "),
     ("total time: ", r"^total time: [\d.]+ seconds"),
@@ -94,10 +94,10 @@ FINISHED = [(word, re.compile(pattern)) for word, pattern in (
     ("Total time for train", r"^Total time for train steps: "),
     ("Successfully installed", r"^Successfully installed "),
     ("succeeded", r"^Job '\w+' succeeded"),
-    ("esgrpo: picture", r"^esgrpo: picture "))]
+    ("esgrpo: picture", r"^esgrpo: picture "))}
 WORKING = ("Training Progress:", re.compile(r"Training Progress: +\d\d?%"))
 # no line without one of these needs a look; the last are levels in the heads of Ray's own lines
-WORDS = tuple(dict.fromkeys([*SIGNS, *(word for word, _ in FINISHED), " E ", " F ", " C "]))
+WORDS = tuple(dict.fromkeys([*SIGNS, *FINISHED, " E ", " F ", " C "]))
 
 
 def without_colours(text: str) -> str:
