@@ -235,6 +235,18 @@ def test_a_recipes_main_is_found_beside_the_script(tmp_path):
     assert "read_here" in found.names("recipe.dapo.main_dapo") and "read_here" not in found.names(MAIN)
 
 
+@pytest.mark.parametrize("written, found", [
+    ("$(pwd)", True), ("$PWD", True), ("`pwd`", True), ("$(somewhere)", False), ("$HERE", False)])
+def test_a_config_path_from_where_the_script_starts(tmp_path, written, found):
+    (tmp_path / "examples" / "config").mkdir(parents=True)
+    script = script_in(tmp_path, f'HERE2={written}\npython3 -m {MAIN} --config-path="$HERE2/examples/config" a.b=1\n')
+    (launch,) = Script(script).launches
+    path = launch.arguments[0].text.partition("=")[2]
+    got = check._from_where_it_starts(path, release.Release("0.9.1", tmp_path))
+    assert got == (str(tmp_path / "examples" / "config") if found else path)
+    assert check._from_where_it_starts(f"{path}/none", release.Release("0.9.1", tmp_path)) == f"{path}/none"
+
+
 # ---- what cannot be checked is said, and is no clean answer
 
 def test_missing_sources_of_a_recipe_name_the_commands_that_fetch_them(upstream, tmp_path, capsys):

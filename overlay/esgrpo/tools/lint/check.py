@@ -117,6 +117,7 @@ def _launch(launch: Launch, release: Release) -> tuple[list[Finding], str]:
             options[option], waiting = value, "" if equals else option
         elif "=" in argument.text and not argument.text.startswith(("-", "\0")) or argument.text[:1] == "~":
             overrides.append(argument)
+    options["--config-path"] = _from_where_it_starts(options["--config-path"], release)
     if UNKNOWN.search(options["--config-path"] + options["--config-name"]):
         return [*findings, _finding(launch.line, NOTE, "--config-path", "config_from_environment")], ""
     if options["--config-path"]:
@@ -131,6 +132,15 @@ def _launch(launch: Launch, release: Release) -> tuple[list[Finding], str]:
         return [*findings, _finding(outside.line, NOTE, "hydra.searchpath", "searchpath")], ""
     composed, complete = _composed(launch, release, config_dir, name, overrides)
     return findings + composed, name if complete else ""
+
+
+def _from_where_it_starts(path: str, release: Release) -> str:
+    """`path` with $(pwd) replaced by where it exists: verl's scripts are started at the root of a checkout."""
+    found = UNKNOWN.match(path)
+    if found is None or found.group(1) not in ("$(pwd)", "PWD"):
+        return path
+    rest = path[found.end():].lstrip("/")
+    return next((str(place / rest) for place in (release.root, *release.beside) if (place / rest).is_dir()), path)
 
 
 def _no_main(launch: Launch, release: Release) -> Finding:
