@@ -22,7 +22,7 @@ import pytest
 
 from esgrpo import cli
 from esgrpo.tools import language
-from esgrpo.tools.doctor import logs
+from esgrpo.tools.doctor import logs, source
 
 _spec = importlib.util.spec_from_file_location("corpus", Path(__file__).with_name("corpus.py"))
 corpus = sys.modules.setdefault("corpus", importlib.util.module_from_spec(_spec))
@@ -89,6 +89,18 @@ def test_every_state_has_its_exit_code(data, state, code, tmp_path, capsys):
     assert ("read: " in out) == (state != "unreadable") and (out.startswith(state) or state == "known")
 
 
+def test_a_disk_that_fails_in_the_middle_of_a_log(monkeypatch):
+    class Failing(io.BytesIO):
+        def readinto(self, buffer):
+            if self.tell() >= source.SAMPLE:
+                raise OSError(5, "Input/output error")
+            return super().readinto(memoryview(buffer)[:source.SAMPLE])
+
+    monkeypatch.setattr(source, "opened", lambda name: Failing(b"step:1\n" * 30_000))
+    answer = logs.read_file("run.log")
+    assert answer.state == "unfinished" and answer.lines > 1000 and "Input/output" in logs.render(answer)
+
+
 def test_codes_are_in_the_help(capsys):
     with pytest.raises(SystemExit):
         cli.main(["doctor", "--help"])
@@ -112,6 +124,8 @@ def test_the_most_suspicious_line_is_the_one_that_is_shown():
     assert logs.read(text[:1]).innermost == "something was logged"
     hint = logs.read(["(W pid=1) could not be sent: it timed out", "step:1"])
     assert hint.state == "unfinished" and hint.hint == "could not be sent: it timed out"
+    last = logs.read(["step:1", "step:2", "", " "])
+    assert (last.last, last.last_line, last.lines) == ("step:2", 2, 4)
 
 
 @pytest.mark.parametrize("cut", [0, 1])

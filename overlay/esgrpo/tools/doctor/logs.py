@@ -84,6 +84,7 @@ class Answer:
     lines: int = 0
     finished: bool = False
     last: str = ""
+    last_line: int = 0
     hint: str = ""  # a line that may only be a warning; it makes no log suspicious
     packed: str = ""
     problem: str = ""
@@ -164,12 +165,13 @@ class _Reader:
         self.suspects: list[tuple[float, int, str]] = []  # rank, line, text
         self.last = ""
         self.recent: list[str] = []
-        self.joined = self.lines = self.finished = self.working = 0
+        self.joined = self.lines = self.last_line = self.finished = self.working = 0
 
     def batch(self, lines: list[str]) -> None:
         block = signs.without_colours("\n".join(line.rstrip("\r\n") for line in lines))
         lines = block.split("\n")
-        self.last = next((line.strip() for line in reversed(lines) if line.strip()), self.last)
+        if said := [index for index, line in enumerate(lines) if line and not line.isspace()]:
+            self.last, self.last_line = lines[said[-1]].strip(), self.lines + said[-1] + 1
         self.recent = self.recent[-BATCH // 4:] + lines if len(lines) < BATCH // 4 else lines
         found = self._found(block)
         if signs.TRACEBACK in block or "[prompt]" in block or any(chain.open for chain in self.chains.values()):
@@ -267,7 +269,7 @@ class _Reader:
         line, innermost, raised = next((end for end in ends if not any(p.search(end[1]) for p in patterns)),
                                        (0, "", False))
         return Answer(matches, innermost, line, self.lines, self.finished > self.working, self.last,
-                      signs.hint(self.recent), raised=raised)
+                      self.last_line, signs.hint(self.recent), raised=raised)
 
 
 def read(lines: Iterable[str]) -> Answer:
@@ -312,7 +314,7 @@ def render(answer: Answer) -> str:
             lines.append(unknown)
     else:
         lines = [_say(state, problem=answer.problem)]
-        lines += {"unknown": [unknown], "unfinished": [_say("last", text=answer.last[:SHOWN], line=answer.lines)]
+        lines += {"unknown": [unknown], "unfinished": [_say("last", text=answer.last[:SHOWN], line=answer.last_line)]
                   + [_say("hint", text=answer.hint[:SHOWN])] * bool(answer.hint)}.get(state, [])
     lines += [_say("also", weight=m.signature.weight, slug=m.signature.slug, line=m.line, text=_explained(m))
               for m in rest]
@@ -324,7 +326,8 @@ def render(answer: Answer) -> str:
 
 def as_dict(answer: Answer) -> dict:
     return {"state": answer.state, "innermost": answer.innermost, "line": answer.line, "lines": answer.lines,
-            "finished": answer.finished, "last": answer.last, "hint": answer.hint, "packed": answer.packed,
+            "finished": answer.finished, "last": answer.last, "last_line": answer.last_line,
+            "hint": answer.hint, "packed": answer.packed,
             "problem": answer.problem, "matches": [
         {"slug": m.signature.slug, "weight": m.signature.weight, "line": m.line, "count": m.count, "text": m.text,
          "cause": m.filled(m.signature.cause), "fix": m.filled(m.signature.fix), "zh": m.filled(m.signature.zh),

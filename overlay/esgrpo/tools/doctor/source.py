@@ -50,8 +50,11 @@ class Source:
 
     def __iter__(self) -> Iterator[str]:
         text = io.TextIOWrapper(self._bytes, encoding=self.encoding, errors="replace", newline="\n")
-        for line in text:
-            yield line.replace("\x00", "") if "\x00" in line else line  # holes of a file that was cut while it grew
+        try:
+            for line in text:
+                yield line.replace("\x00", "") if "\x00" in line else line  # holes of a file that was cut while it grew
+        except OSError as error:  # a file system that fails in the middle
+            self.cut = str(error)
 
 
 class _Unpacked(io.RawIOBase):
