@@ -39,6 +39,11 @@ METRIC_HEAD = {ENGLISH: ["metric", "meaning", "formula", "healthy", "what to cha
                CHINESE: ["指标", "含义", "公式", "正常值", "不正常时改什么"]}
 
 
+COMPAT_HEAD = {ENGLISH: ["level", "versions", "hooks", "date", "`bash ci/matrix.sh`"],
+               CHINESE: ["级别", "版本", "钩子", "日期", "`bash ci/matrix.sh`"]}
+COMPAT_GPU = {ENGLISH: "needs GPUs: compat.toml says how", CHINESE: "需要 GPU：做法见 compat.toml"}
+
+
 def config_rows(language: str, cls=Segment, prefix: str = "") -> list[list[str]]:
     """key, default, allowed, meaning: one row per leaf of the config group. Raises KeyError without a translation."""
     rows, chinese = [], compat.toml(SETTINGS_ZH)
@@ -93,11 +98,11 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def compatibility_rows() -> list[list[str]]:
+def compatibility_rows(language: str) -> list[list[str]]:
     """One row a tested tuple, best level first: level, versions, hooks, date, the command that shows it again."""
     rows = sorted(compat.load(), key=lambda row: compat.LEVELS.index(row.level))
     return [[row.level, ", ".join(f"{name} {version}" for name, version in row.versions.items()), hooks_of(row),
-             row.date, "needs GPUs: compat.toml says how" if row.level == "gpu-e2e" else f"`--only {row.cell}`"]
+             row.date, COMPAT_GPU[language] if row.level == "gpu-e2e" else f"`--only {row.cell}`"]
             for row in rows]
 
 
@@ -187,7 +192,7 @@ BLOCKS: dict[tuple[Path, str], Callable[[], str]] = {
     **_in_both("docs/reference{}.md", "metrics-table",
                lambda language: [METRIC_HEAD[language], *metric_rows(language)]),
     **_in_both("docs/compatibility{}.md", "compat-table",
-               lambda _: [["level", "versions", "hooks", "date", "`bash ci/matrix.sh`"], *compatibility_rows()]),
+               lambda language: [COMPAT_HEAD[language], *compatibility_rows(language)]),
     (DOCS / "ascend_zh.md", "ascend-stacks"): stack_chapter,
     (DOCS / "ascend_zh.md", "ascend-errors"):
         lambda: markdown([["日志里的话", "原因与处理", "由谁治"], *error_rows(CHINESE)]),
