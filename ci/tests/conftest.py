@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,12 @@ def overlay() -> str:
 @pytest.fixture(scope="session")
 def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(LEAKS)}
+
+
+@pytest.fixture(scope="session")
+def installed() -> bool:
+    """The environment has the package itself, as after the quickstart: then it loads without a PYTHONPATH."""
+    return Path(sysconfig.get_path("purelib"), "esgrpo.pth").exists()
 
 
 @pytest.fixture

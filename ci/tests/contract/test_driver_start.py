@@ -72,8 +72,10 @@ import verl.trainer.main_ppo  # the main imports it first
 from hydra import compose, initialize_config_dir
 from esgrpo import engine
 from esgrpo.errors import EsgrpoError
+from esgrpo.hooks.verl.run import driver_start
 from esgrpo.hooks.verl.run.driver_start import prepare
 
+driver_start.sysconfig.get_path = lambda name: "/nowhere"  # as if nothing were installed: PYTHONPATH is all there is
 answers = {}
 with initialize_config_dir(os.path.join(os.path.dirname(package.__file__), "config"), version_base=None):
     for name, overrides in json.load(sys.stdin).items():
