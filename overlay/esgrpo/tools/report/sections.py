@@ -211,12 +211,18 @@ def _understood(record: Record) -> Block | Record:
         return unknown(record, error)
 
 
-# The pictures of the first screen: a title's beginning, and whether it stands for measured records alone.
+# The pictures of the first screen, by the beginning of their titles.
 PICTURES = ("Requests in the engines over time", "Reward over wall time", "Makespan and bubble by policy")
 
 
-def _pictures(blocks: list[Block]) -> list[Figure]:
-    """The first figure of each kind of the record with the best evidence for it: measured, on a GPU, most runs."""
+def _pictures(blocks: list[Block], answers: Table) -> list[Figure]:
+    """A figure of each kind, of the record with the best evidence for it: measured, on a GPU, most runs. Of its figures
+    the one of a setting that an answer names, where there is one."""
+    said = " ".join(cell for row in answers.rows for cell in row)
+
+    def setting(figure: Figure) -> str:
+        return figure.title.partition(": ")[2]
+
     def evidence(block: Block) -> tuple:
         record = block.record
         runs = len(record.data.get("runs", ())) or sum(map(len, _arms(record).values()))
@@ -228,7 +234,8 @@ def _pictures(blocks: list[Block]) -> list[Figure]:
                   and block.record.kind != "run" and any(figure.title.startswith(wanted) for figure in block.figures)]
         if having:
             best = max(having, key=evidence)
-            figure = next(figure for figure in best.figures if figure.title.startswith(wanted))
+            drawn = [figure for figure in best.figures if figure.title.startswith(wanted)]
+            figure = next((one for one in drawn if setting(one) and setting(one) in said), drawn[0])
             found.append(replace(figure, caption=f"{figure.caption} From {best.record.name}."))
     return found
 
@@ -244,7 +251,8 @@ def build(records: list[Record]) -> Content:
     sections.append(Section(*REPLACED, [block for block in blocks if block.record.superseded]))
     missing = [[name, command] for name, there, command in EXPECTED if not there(known)]
     claims = headline.claims_of(known)
-    return Content(headline.answers(claims), _pictures(blocks), headline.table(claims), sections, missing,
+    answers = headline.answers(claims)
+    return Content(answers, _pictures(blocks, answers), headline.table(claims), sections, missing,
                    [part for part in parts if isinstance(part, Record)], _sources(known))
 
 
