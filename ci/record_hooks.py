@@ -129,7 +129,7 @@ class Recorder:
     def __init__(self, upstream: str, accept: set[str], *, accept_all: bool = False, cured: frozenset = frozenset(),
                  every_release: bool = False, say=print):
         self.upstream, self.accept, self.accept_all, self.cured, self.say = upstream, accept, accept_all, cured, say
-        self.every_release = every_release
+        self.every_release, self.shown = every_release, set()
         old = recorded.of_upstream(upstream)
         self.hooks = drift.guarded_hooks(upstream)
         slugs = {hook.slug for hook in self.hooks}
@@ -196,8 +196,10 @@ class Recorder:
                 for target in (hook.target, *hook.relies_on):
                     state, lines = drift.compare_target(target, before, tree, most=None)
                     if state != drift.UNCHANGED:
-                        self.say(f"  {target}: {state} since {reference}")
-                        for line in lines:
+                        shown = (target, reference, version) in self.shown  # hooks share what they rely on
+                        self.shown.add((target, reference, version))
+                        self.say(f"  {target}: {state} since {reference}{', see above' * shown}")
+                        for line in () if shown else lines:
                             self.say(f"    {line}")
                 return
 
@@ -275,7 +277,7 @@ def _record(options) -> int:
     for text in options.release:
         bare = not Requirement(text).specifier
         upstream, version = (text, "") if bare else drift.requirement(text)
-        wanted.setdefault(upstream, []).extend([version] if version else [])
+        wanted.setdefault(upstream, []).extend([engine.public_version(version)] if version else [])
     known = {hook.slug: hook.upstream for hook in (r.hook for r in engine.load_hooks().values()) if not hook.unguarded}
     for slug in (*options.accept, *options.cured):
         if known.get(slug) not in wanted:

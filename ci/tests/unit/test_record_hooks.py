@@ -51,7 +51,7 @@ def test_what_did_not_change_needs_no_name_and_what_did_is_shown_and_refused(up,
     capsys.readouterr()
     assert record_hooks.main(["up==1.2"]) == 1
     out, errors = capsys.readouterr()
-    assert "-    return 'first'" in out and "+    return 'second'" in out and "1 unchanged" in out
+    assert out.count("-    return 'first'") == 1 and "+    return 'second'" in out and "1 unchanged" in out
     assert errors.startswith("esgrpo: not recorded: a-hook at up 1.2 | ") and errors.count(" | ") == 3
     assert recorded.path_of("up").read_text() == before and releases("a-hook") == ["1.0", "1.1"]
     assert record_hooks.main(["up==1.2", "--accept", "a-hook"]) == 0
