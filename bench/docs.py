@@ -19,10 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import gains
+from bench.common import hook_tables
 from bench.gains import CHINESE, ENGLISH
 from esgrpo import cli, compat
 from esgrpo.config import Segment
-from esgrpo.tools import drift, patchset
+from esgrpo.tools import patchset
 from esgrpo.tools.doctor import checks, logs
 from esgrpo.tools.explain.report import load as metrics
 
@@ -39,9 +40,6 @@ METRIC_HEAD = {ENGLISH: ["metric", "meaning", "formula", "healthy", "what to cha
                CHINESE: ["指标", "含义", "公式", "正常值", "不正常时改什么"]}
 
 
-COMPAT_HEAD = {ENGLISH: ["level", "versions", "hooks", "date", "`bash ci/matrix.sh`"],
-               CHINESE: ["级别", "版本", "钩子", "日期", "`bash ci/matrix.sh`"]}
-COMPAT_GPU = {ENGLISH: "needs GPUs: compat.toml says how", CHINESE: "需要 GPU：做法见 compat.toml"}
 
 
 def config_rows(language: str, cls=Segment, prefix: str = "") -> list[list[str]]:
@@ -96,22 +94,6 @@ def markdown(rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(cell.strip() or " " for cell in row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join(lines)
-
-
-def compatibility_rows(language: str) -> list[list[str]]:
-    """One row a tested tuple, best level first: level, versions, hooks, date, the command that shows it again."""
-    rows = sorted(compat.load(), key=lambda row: compat.LEVELS.index(row.level))
-    return [[row.level, ", ".join(f"{name} {version}" for name, version in row.versions.items()), hooks_of(row),
-             row.date, COMPAT_GPU[language] if row.level == "gpu-e2e" else f"`--only {row.cell}`"]
-            for row in rows]
-
-
-def hooks_of(row: compat.Tested) -> str:
-    """ "63 of 63" hooks of the upstream that a contract is about; other levels show more than their source."""
-    about = next((name for name in ("vllm", "verl") if name in row.versions), None)
-    if row.level != "contract" or about is None or "vllm-ascend" in row.versions:  # there the classes are driven alone
-        return ""
-    return "{} of {}".format(*drift.acting(about, row.versions[about]))
 
 
 def stack_chapter() -> str:
@@ -192,7 +174,9 @@ BLOCKS: dict[tuple[Path, str], Callable[[], str]] = {
     **_in_both("docs/reference{}.md", "metrics-table",
                lambda language: [METRIC_HEAD[language], *metric_rows(language)]),
     **_in_both("docs/compatibility{}.md", "compat-table",
-               lambda language: [COMPAT_HEAD[language], *compatibility_rows(language)]),
+               lambda language: [hook_tables.COMPAT_HEAD[language], *hook_tables.compatibility_rows(language)]),
+    **_in_both("docs/compatibility{}.md", "newest-table", hook_tables.newest_rows),
+    (ROOT / "overlay" / "README.md", "process-map"): lambda: markdown(hook_tables.process_rows()),
     (DOCS / "ascend_zh.md", "ascend-stacks"): stack_chapter,
     (DOCS / "ascend_zh.md", "ascend-errors"):
         lambda: markdown([["日志里的话", "原因与处理", "由谁治"], *error_rows(CHINESE)]),

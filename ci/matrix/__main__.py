@@ -146,9 +146,9 @@ def write_tables(rows: list[compat.Tested], outcomes: dict[str, Outcome], out: P
     (out / "matrix.html").write_text(page, encoding="utf-8")
 
 
-def choose(rows: list[compat.Tested], fast: bool, only: str | None) -> list[compat.Tested]:
+def choose(rows: list[compat.Tested], fast: bool, only: str | None, quiet: bool = False) -> list[compat.Tested]:
     for row in rows:
-        if row.level == "gpu-e2e":
+        if row.level == "gpu-e2e" and not quiet:
             print(f"esgrpo: matrix: {row.cell} needs GPUs and is not run here", flush=True)
     rows = [row for row in rows if row.level != "gpu-e2e"]
     if fast:
@@ -169,6 +169,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="CELL,...")
     parser.add_argument("--no-cache", action="store_true", help="run every cell again")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "matrix", help="where matrix.md and matrix.html go")
+    parser.add_argument("--list", action="store_true", help="print the cells that would be run, as a JSON list")
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # the driver's call of itself
     options = parser.parse_args()
     rows = compat.load()
@@ -176,7 +177,10 @@ def main() -> int:
         row = next(row for row in rows if row.cell == options.cell)
         print(json.dumps(asdict(KINDS[cells.kind_of(row)].run(row))))
         return 0
-    rows = choose(rows, options.fast, options.only)
+    rows = choose(rows, options.fast, options.only, quiet=options.list)
+    if options.list:
+        print(json.dumps([row.cell for row in rows]))
+        return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.monotonic()
     driver = Driver(rows, not options.no_cache)

@@ -28,7 +28,7 @@ VERL_GIT = "ESGRPO_VERL_GIT"
 # any Linux wheel will do, also one for another Python than this one
 _ANY_LINUX = ["--python-version", "3.11", "--implementation", "cp", *(
     f"--platform={tag}_{machine}" for machine in ("x86_64", "aarch64")
-    for tag in ("manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "linux"))]
+    for tag in ("manylinux_2_34", "manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "linux"))]
 _COMPILED = (".so", ".pyd", ".a", ".o", ".bin", ".cubin", ".dylib")
 
 
@@ -87,7 +87,7 @@ def _from_git(version: str, tree: Path) -> None:
         tar.extractall(tree, filter="data")
 
 
-def _pip() -> list[str]:
+def pip_command() -> list[str]:
     """A pip that can download: of this environment, else one that uv brings (its environments have none), else any
     on PATH, since only text is unpacked. Raises Unavailable."""
     if importlib.util.find_spec("pip") is not None:
@@ -104,7 +104,7 @@ def _pip() -> list[str]:
 
 def _download(upstream: str, version: str, directory: Path) -> Path:
     """The wheel of the release, for this machine or else for any Linux."""
-    problem, pip = "", _pip()
+    problem, pip = "", pip_command()
     for name in DISTRIBUTIONS.get(upstream, (upstream,)):
         for machine in ([], _ANY_LINUX):
             command = [*pip, "download", "--quiet", "--disable-pip-version-check", "--no-deps",
