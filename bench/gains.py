@@ -23,6 +23,7 @@ RESULTS = ROOT / "bench" / "results"
 # two H200s a run, 33 M parameters, staleness 2.0, token_outputs on in the overlay's arm
 TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
 CPU = ("ablation_search.json", "ablation_chain.json")
+CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 ENGLISH, CHINESE = "en", "zh"
@@ -67,12 +68,12 @@ def span(values, digits: int = 2) -> str:
 
 
 def _engine(name: str) -> dict[tuple, dict[str, dict]]:
-    """(cap, groups, time of the command) -> policy -> run."""
+    """(cap, groups, time of the command, seed) -> policy -> run."""
     found: dict[tuple, dict[str, dict]] = {}
     for line in (RESULTS / name).read_text().splitlines():
         row = json.loads(line)
         if row.get("kind") == "run":
-            found.setdefault((row["cap"], row["groups"], row["time"]), {})[row["policy"]] = row
+            found.setdefault((row["cap"], row["groups"], row["time"], row["seed"]), {})[row["policy"]] = row
     return found
 
 
@@ -80,6 +81,12 @@ def _against(other: str, names=BARRIER) -> list[float]:
     """How many times as fast per update as another policy, for every command that played both."""
     return [found[other]["s_per_update"] / found["es-grpo"]["s_per_update"]
             for name in names for found in _engine(name).values() if {other, "es-grpo"} <= found.keys()]
+
+
+def _stale(policy: str) -> str:
+    """Share of rows that hold tokens of older weights."""
+    found = [one[policy]["versions_old"]["rows"]["share"] for name in CARRIED for one in _engine(name).values()]
+    return f"{min(found):.0%} … {max(found):.0%}"
 
 
 def _simulated(setting: str, policy: str = "es-grpo") -> dict:
@@ -125,7 +132,10 @@ def numbers() -> dict[str, str]:
         "settings": str(len(grid)), "grid": f"{min(grid):+.3f} … {max(grid):+.3f}",
         "search": spread(cpu[CPU[0]]), "chain": spread(cpu[CPU[1]]), "seeds": str(len(cpu[CPU[0]])),
         "barrier": span(_against("verl")), "barrier_runs": str(len(_against("verl"))),
-        "april": span(_against("april")), "april_runs": str(len(_against("april"))),
+        "april": spread(_against("april", CARRIED)), "own": spread(_against("colocate_async", CARRIED)),
+        "own_runs": str(len(_against("colocate_async", CARRIED))), "stale": _stale("es-grpo"),
+        "stale_own": _stale("colocate_async"), "async": spread(_against("verl", ASYNC)),
+        "async_runs": str(len(_against("verl", ASYNC))),
         "simulated": _range(math_), "code": _range(code),
     }
 
