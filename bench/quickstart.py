@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bench.common import ROOT, arm, compare, stack
 from bench.common.console import print_table, say
+from bench.common.modules import SEGMENT_LENGTH, switches
 from bench.common.provenance import commit, cpu_model
 from bench.testbed import make_data
 from esgrpo.tools.report import main as write_page
@@ -26,11 +27,10 @@ from esgrpo.tools.report.training_figures import comparison_panels
 
 TASK = "search"
 MINIMUM_STEPS = 30
-SEGMENT = "+actor_rollout_ref.rollout.segment"
 TRAINING_PROMPTS = 2048
 
-PLAIN = [f"{SEGMENT}.observe=True"]
-OVERLAY = [f"{SEGMENT}.profile=elastic"]
+PLAIN = switches("observe")
+OVERLAY = switches("profile=elastic", f"segment_length={SEGMENT_LENGTH}")  # a boundary must lie in a response
 # One run over another, of the same arm: three seeds of overlay over plain lay between 0.77 and 1.13 (ablation_*.json).
 TOLD_APART = 1.3
 NOTHING_HERE = "{} cores show that all of it works, not what it brings; on GPUs: docs/results.md, Training on two H200s"

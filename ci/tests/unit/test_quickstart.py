@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import quickstart
+from bench.common import stack
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,8 +33,13 @@ def test_a_gain_is_claimed_only_beyond_what_two_runs_of_one_arm_differ_by(overla
     assert all(part in row[2] for part in said)
 
 
-def test_the_overlay_arm_is_the_default_profile_and_nothing_else():
-    assert quickstart.OVERLAY == ["+actor_rollout_ref.rollout.segment.profile=elastic"]
+def test_the_overlay_arm_is_the_default_profile_which_its_driver_accepts():
+    segment = dict(override.removeprefix("+actor_rollout_ref.rollout.segment.").split("=")
+                   for override in quickstart.OVERLAY)
+    length = int(segment.pop("segment_length"))
+    assert segment == {"profile": "elastic"}
+    task = stack.common_overrides(Path("data"), 1)
+    assert length < int(next(word for word in task if word.startswith("data.max_response_length=")).partition("=")[2])
 
 
 def test_where_nothing_is_gained_the_reader_is_sent_to_a_heading_that_is_there():
