@@ -58,6 +58,22 @@ def test_undamaged_trees_are_green(trees):
         assert outcome.state == cells.PASS, outcome.evidence
 
 
+def test_a_cell_says_how_many_hooks_act_and_is_red_when_the_count_is_wrong(trees, monkeypatch):
+    """The count of the table is taken from what is recorded: a hook that acts must be recorded, and the other way."""
+    version, hooks = RELEASES["verl"], recorded.of_upstream("verl").hooks
+    said = cells.fingerprints_in("verl", version, trees["verl"]).evidence[0]
+    acting, of = drift.acting("verl", version)
+    assert said == f"{acting} of {of} hooks act" and acting == of > 1
+    source = hooks["trained-rows"].fingerprints[version]
+    monkeypatch.setitem(hooks, "trained-rows", recorded.Recorded({"0.9.0": source}))
+    assert drift.acting("verl", version) == (acting - 1, of)
+    outcome = cells.fingerprints_in("verl", version, trees["verl"])
+    assert outcome.state == cells.FAIL and outcome.evidence[0].startswith("trained-rows: acts here and is not recorded")
+    monkeypatch.setitem(hooks, "trained-rows", recorded.Recorded({"0.9.0": "0" * 16}))
+    outcome = cells.fingerprints_in("verl", version, trees["verl"])
+    assert outcome.state == cells.PASS and outcome.evidence[0] == f"{acting - 1} of {of} hooks act"
+
+
 @pytest.mark.parametrize("hook", HOOKS, ids=[hook.slug for hook in HOOKS])
 def test_one_changed_line_turns_its_cell_red_and_names_the_hook(trees, hook):
     version, other = RELEASES[hook.upstream], next(name for name in RELEASES if name != hook.upstream)

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.slow
 PYENV = Path.home() / ".pyenv" / "versions"
 SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "LICENSE", "README.md", "overlay", "patches")
 ASK = "import sys; print('esgrpo.engine' in sys.modules and sys.modules['esgrpo.engine']._booted)"
+FINGERPRINTS = ("from esgrpo import engine, recorded; hooks = [r.hook for r in engine.load_hooks().values()]; "
+                "print(all(h.unguarded or recorded.of_hook(h).fingerprints for h in hooks) and len(hooks) > 1)")
 
 
 def other_pythons() -> list[str]:
@@ -88,6 +90,7 @@ def assert_works(python: Path) -> None:
     script = python.parent / "esgrpo"
     rows = json.loads(checked(script, "status", "--json"))
     assert rows and rows == json.loads(checked(python, "-m", "esgrpo", "status", "--json"))
+    assert checked(python, "-c", FINGERPRINTS) == "True\n"
     assert checked(script, "run", "--", python, "-c", ASK) == "True\n"
     assert command(script, "run").returncode == 2
     empty = command(script, "doctor", "--log", os.devnull)
