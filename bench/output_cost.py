@@ -25,6 +25,7 @@ import numpy as np
 
 from bench.common import TESTBED
 from bench.common.provenance import commit, cpu_model
+from esgrpo.call import wrapped
 from esgrpo.tools.report.tables import spread
 
 RESULT = Path(__file__).parent / "results" / "output_cost.json"
@@ -42,7 +43,7 @@ class Arm:
         from esgrpo.hooks.vllm import first_and_last_output
 
         self.state_class, self.original = RequestState, RequestState.make_request_output
-        self.method = first_and_last_output.build(self.original) if hooked else self.original
+        self.method = wrapped(first_and_last_output, self.original) if hooked else self.original
         self.parameters = without_text(VERL) if hooked else VERL
         self.processor, self.tokenizer = OutputProcessor(tokenizer, log_stats=False), tokenizer
         self.requests, self.outputs, self.tasks = requests, 0, []

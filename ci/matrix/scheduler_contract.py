@@ -73,10 +73,11 @@ def hooked_class(config) -> type:
     settings = config.scheduler_config
     if hasattr(settings, "get_scheduler_cls"):
         return settings.get_scheduler_cls()
+    from esgrpo.call import wrapped
     from esgrpo.hooks.vllm import scheduler_cls
 
     before = settings.scheduler_cls
-    scheduler_cls.build(_no_worker)(None, config)
+    wrapped(scheduler_cls, _no_worker)(None, config)
     try:
         return settings.scheduler_cls
     finally:

@@ -1,9 +1,10 @@
 """Hook engine: which hooks exist, in which state each is in this process, and why.
 
-A hook file declares a `HOOK` and either `build(original) -> replacement` (kinds wrap and replace) or
-`apply(module)` with `installed(module) -> bool` (kind add). Importing a hook file has no side effects. The engine
-decides whether a hook may act: its fingerprint must be one that was tested (esgrpo.recorded), the version only chooses
-which one to expect. After applying, it reads back and says what it found; it never reports success unconditionally.
+A hook file declares a `HOOK` and `around(call)` (kinds wrap and replace; see esgrpo.call), or where that cannot be
+`build(original) -> replacement`, or `apply(module)` with `installed(module) -> bool` (kind add). Importing a hook file
+has no side effects. The engine decides whether a hook may act: its fingerprint must be one that was tested
+(esgrpo.recorded), the version only chooses which one to expect. After applying, it reads back and says what it found;
+it never reports success unconditionally.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from importlib import metadata
 
 from esgrpo import __version__, fingerprint, recorded
 from esgrpo.algo.terms import Feature, Process
+from esgrpo.call import wrapped
 from esgrpo.errors import HookError, plain, say
 
 MARKER = "__esgrpo__"
@@ -64,6 +66,7 @@ class Hook:
     without: tuple[tuple[str, str], ...] = ()  # (specifier, reason): releases in which this hook has no place
     patches: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (specifier, slugs): git patches that it presumes there
     unguarded: str = ""  # why no fingerprint guards the target
+    calls: str = ""  # of a wrap: how often it calls the original, and why; empty: once, and the engine sees to it
 
     def __post_init__(self):
         """Raises HookError for a word that nothing will ever match: the hook would silently never be needed."""
@@ -315,7 +318,7 @@ def _apply(record: Record, module) -> None:
         owner, name, found = resolve(module, hook.target.partition(":")[2])
         method = type(found) if isinstance(found, (staticmethod, classmethod)) else None
         original = found.__func__ if method else found
-        replacement = code.build(original)
+        replacement = wrapped(code, original)
         setattr(replacement, MARKER, hook.slug)
         own = name in vars(owner)
         setattr(owner, name, method(replacement) if method else replacement)

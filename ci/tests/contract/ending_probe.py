@@ -66,8 +66,9 @@ class TaskRunner:
 
 
 if __name__ == "__main__":
+    from esgrpo.call import wrapped
     from esgrpo.hooks.verl.run import driver_ending, stop_request
 
     stop_request.ask = lambda: print("asked", flush=True)
     trainer = SimpleNamespace(default_local_dir=FOLDER, save_freq=SAVE_FREQ, resume_mode="auto")
-    driver_ending.build(early if SCENE == "early" else plain)(SimpleNamespace(trainer=trainer), TaskRunner)
+    wrapped(driver_ending, early if SCENE == "early" else plain)(SimpleNamespace(trainer=trainer), TaskRunner)

@@ -129,8 +129,10 @@ def switched_on(monkeypatch, **sections) -> None:
 
 def hooked(monkeypatch, owner, name: str, hook_file: str) -> None:
     """Put a hook on a real class for the time of one test, as the engine would."""
+    from esgrpo.call import wrapped
+
     code = importlib.import_module(f"esgrpo.hooks.verl.{hook_file}")
-    monkeypatch.setattr(owner, name, code.build(vars(owner)[name]))
+    monkeypatch.setattr(owner, name, wrapped(code, vars(owner)[name]))
 
 
 def modified(actor_class):

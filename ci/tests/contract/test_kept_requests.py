@@ -13,6 +13,7 @@ from typing import Any, Optional
 import pytest
 
 from ci.tests.contract import patch_tree
+from esgrpo.call import wrapped
 from esgrpo.hooks.verl import owned
 from esgrpo.hooks.verl.server import control_methods
 from esgrpo.hooks.verl.sync import kept_requests, rebalance_aborts
@@ -67,7 +68,7 @@ def make(server_class, monkeypatch):
         monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": True, "sync": {"requests": "keep", "kv": kv}}))
         server = object.__new__(type("Server", (server_class,), {}))
         if hooked:
-            type(server).abort_all_requests = kept_requests.build(server_class.abort_all_requests)
+            type(server).abort_all_requests = wrapped(kept_requests, server_class.abort_all_requests)
         vars(server).update(node_rank=0, engine=Engine(), config=SimpleNamespace(free_cache_engine=False),
                             rollout_mode=SimpleNamespace(name="STANDALONE"), global_steps=3, _submission_paused=False,
                             _rejecting=False, _admitting=0, _resume_event=asyncio.Event(), **changes)
@@ -192,7 +193,7 @@ def test_rebalancing_gets_its_abort(make):
 
     async def scene():
         await Rollouter.rebalance_requests(Rollouter(), False)  # negative control: nothing would be aborted
-        hooked = rebalance_aborts.build(Rollouter.rebalance_requests)
+        hooked = wrapped(rebalance_aborts, Rollouter.rebalance_requests)
         assert await hooked(Rollouter(), False) == "diagnostics"
         with pytest.raises(TimeoutError):
             await hooked(Rollouter(), True)

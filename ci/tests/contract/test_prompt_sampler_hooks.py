@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from ci.tests.contract import prompt_owners as owners
+from esgrpo.call import wrapped
 from esgrpo.hooks.verl import owned
 
 pytest.importorskip("verl")
@@ -40,7 +41,7 @@ def rollouter(patch, hook: bool = True, total: int = TOTAL, **data):
     config.data.update(data)
     one = owners.bare(owners.modified(FullyAsyncRollouter), config=config, global_steps=1, total_rollout_steps=total,
                       required_samples=2, dataloader_lock=asyncio.Lock())
-    (prompt_sampler.build(initialise) if hook else initialise)(one)
+    (wrapped(prompt_sampler, initialise) if hook else initialise)(one)
     return one
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("verl")
 pytest.importorskip("ray")
 
 from ci.tests.contract.test_replaced_groups import rollouter_class  # noqa: E402, F401
+from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl.prompts import (  # noqa: E402
     in_flight,
     in_flight_checkpoint,
@@ -44,7 +45,7 @@ def rollouter_of(kind, directory, hooked: bool):
     if hooked:
         for hook in (in_flight, in_flight_checkpoint, in_flight_reissued):
             name = hook.HOOK.target.rpartition(".")[2]
-            setattr(subclass, name, hook.build(inspect.getattr_static(kind, name)))
+            setattr(subclass, name, wrapped(hook, inspect.getattr_static(kind, name)))
     made = object.__new__(subclass)
     made.config = SimpleNamespace(
         trainer=SimpleNamespace(total_epochs=1, resume_mode="auto", default_hdfs_dir=None, resume_from_path=None,
@@ -181,8 +182,8 @@ def test_the_trainer_tells_what_it_has_trained_before_it_saves(monkeypatch):
         def _save_checkpoint(self):
             order.append("saved")
 
-    Trainer._get_samples_from_queue = trained_prompts.build(Trainer._get_samples_from_queue)
-    Trainer._save_checkpoint = trained_checkpoint.build(Trainer._save_checkpoint)
+    Trainer._get_samples_from_queue = wrapped(trained_prompts, Trainer._get_samples_from_queue)
+    Trainer._save_checkpoint = wrapped(trained_checkpoint, Trainer._save_checkpoint)
     trainer = Trainer()
     asyncio.run(trainer._get_samples_from_queue())
     assert told == []

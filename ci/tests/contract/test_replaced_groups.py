@@ -102,10 +102,11 @@ NULL, PLAIN = {"resolved": True}, {"resolved": False}
 
 
 def both(rollouter_class):
-    from esgrpo.hooks.verl.groups.replaced_groups import build
+    from esgrpo.call import wrapped
+    from esgrpo.hooks.verl.groups import replaced_groups
 
     original = rollouter_class._process_single_sample_streaming
-    return original, build(original)
+    return original, wrapped(replaced_groups, original)
 
 
 @pytest.mark.hook("resolved-groups-are-replaced")
@@ -169,7 +170,8 @@ def test_a_group_of_a_foreign_worker_is_left_alone(rollouter_class):
 def test_two_hooks_on_the_method_compose(rollouter_class, monkeypatch):
     """Another hook on the same method, as engine.py applies them: both markers are found, both run."""
     from esgrpo import engine
-    from esgrpo.hooks.verl.groups.replaced_groups import build
+    from esgrpo.call import wrapped
+    from esgrpo.hooks.verl.groups import replaced_groups
 
     seen = []
 
@@ -183,7 +185,7 @@ def test_two_hooks_on_the_method_compose(rollouter_class, monkeypatch):
 
         return wrapped
 
-    inner = build(rollouter_class._process_single_sample_streaming)
+    inner = wrapped(replaced_groups, rollouter_class._process_single_sample_streaming)
     setattr(inner, engine.MARKER, "resolved-groups-are-replaced")
     both_ = outer(inner)
     setattr(both_, engine.MARKER, "another-hook")

@@ -15,6 +15,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from bench.common import TESTBED  # noqa: E402
 from ci.tests.contract import patch_tree  # noqa: E402
+from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl.server import token_outputs  # noqa: E402
 from esgrpo.hooks.vllm import first_and_last_output  # noqa: E402
 
@@ -101,9 +102,9 @@ def server(tokenizer, monkeypatch):
     def new(hooked=True, **engine):
         server = object.__new__(type("Server", (lifted,), {}))
         if hooked:
-            type(server).generate = token_outputs.build(lifted.generate)
+            type(server).generate = wrapped(token_outputs, lifted.generate)
             monkeypatch.setattr(RequestState, "make_request_output",
-                                first_and_last_output.build(RequestState.make_request_output))
+                                wrapped(first_and_last_output, RequestState.make_request_output))
         gate = asyncio.Event()
         gate.set()
         vars(server).update(

@@ -14,6 +14,7 @@ pytest.importorskip("transfer_queue")
 import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import batch_of, put  # noqa: E402
+from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl.losses import weighted_rows  # noqa: E402
 from esgrpo.hooks.verl.v1.rows import final_outputs, keep_probabilities  # noqa: E402
 
@@ -32,7 +33,7 @@ def advantages(hooked: bool, keys, rewards):
         tensors={"response_mask": torch.ones(len(keys), 2), "token_level_rewards": torch.tensor(rewards),
                  "token_level_scores": torch.tensor(rewards)},
         non_tensors={"uid": np.array([key.split("_")[0] for key in keys], dtype=object)})
-    function = final_outputs.build(original) if hooked else original
+    function = wrapped(final_outputs, original) if hooked else original
     result = function(data, batch_keys=keys, adv_estimator="grpo_segment" if hooked is not None else "grpo",
                       num_repeat=2, config={})
     return result.batch["advantages"][:, 0].tolist()
@@ -73,10 +74,10 @@ def weighted(queue, monkeypatch, hooked: bool):
         actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=3))))
     original = trainer_base.PPOTrainer._compute_advantage
     if hooked:
-        monkeypatch.setattr(utils, "compute_advantage", weighted_rows.build(ray_trainer.compute_advantage))
+        monkeypatch.setattr(utils, "compute_advantage", wrapped(weighted_rows, ray_trainer.compute_advantage))
         monkeypatch.setattr(trainer_base, "compute_advantage_for_multi_trajectories",
-                            final_outputs.build(utils.compute_advantage_for_multi_trajectories))
-        original = keep_probabilities.build(original)
+                            wrapped(final_outputs, utils.compute_advantage_for_multi_trajectories))
+        original = wrapped(keep_probabilities, original)
     keys = [f"u_{session}_0" for session in range(3)]
     original(trainer, batch_of(queue, *keys), {})
     return [float(queue.rows[key]["advantages"][0]) for key in keys]

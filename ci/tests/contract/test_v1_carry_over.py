@@ -16,6 +16,7 @@ pytest.importorskip("transfer_queue")
 import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import Trainer  # noqa: E402
+from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl import owned  # noqa: E402
 from esgrpo.hooks.verl.v1.prompts import carried_checkpoint, carried_groups, failed_groups, reissued_groups  # noqa: E402
 from esgrpo.records import read  # noqa: E402
@@ -29,7 +30,7 @@ def evictions(monkeypatch):
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
     evict = ReplayBuffer._evict_terminal_groups
-    monkeypatch.setattr(ReplayBuffer, "_evict_terminal_groups", failed_groups.build(evict))
+    monkeypatch.setattr(ReplayBuffer, "_evict_terminal_groups", wrapped(failed_groups, evict))
 
 
 @pytest.mark.hook("v1-carry-over")
@@ -152,7 +153,7 @@ def checkpoint(trainer, monkeypatch, hooked: bool) -> bool:
     trainer.actor_rollout_wg = SimpleNamespace(save_checkpoint=lambda *_args, **_kwargs: None)
     trainer.checkpoint_callback = SimpleNamespace(on_save=lambda **_: None)
     original = PPOTrainer._save_checkpoint
-    (carried_checkpoint.build(original) if hooked else original)(trainer)
+    (wrapped(carried_checkpoint, original) if hooked else original)(trainer)
     assert (folder.parent / "latest_checkpointed_iteration.txt").read_text() == str(trainer.global_steps)
     return seen == [True]
 
@@ -163,7 +164,7 @@ def restart(queue, tmp_path, monkeypatch, lose: bool, hooked: bool = True):
     names = trainer.submit(3)
     trainer.complete(names[0])
     metrics = {}
-    batch = carried_groups.build(Trainer._step_once)(trainer, metrics, {}, sample_batch_size=1)
+    batch = wrapped(carried_groups, Trainer._step_once)(trainer, metrics, {}, sample_batch_size=1)
     assert checkpoint(trainer, monkeypatch, hooked) is hooked
     queue.kv_clear(batch.keys, "train")
     again = Trainer(queue, tmp_path, mode="auto")
@@ -203,13 +204,13 @@ def reissue(queue, tmp_path, monkeypatch, hooked: bool) -> dict:
         queue.rows[name] = {"input_ids": torch.ones(2, dtype=torch.int64)}
     trainer.agent_loop_manager = SimpleNamespace(generate_sequences=sent.append)
     original = PPOTrainer._reissue_inflight_prompts
-    assert (reissued_groups.build(original) if hooked else original)(trainer) == len(names) - 1 == len(sent[0])
+    assert (wrapped(reissued_groups, original) if hooked else original)(trainer) == len(names) - 1 == len(sent[0])
     assert set(queue.tags) == {*names, f"{names[0]}_0_0", f"{names[0]}_1_0"}  # verl has thrown the ended member away
     for name in names[1:]:
         trainer.complete(name)
     metrics = {}
     for _ in range(2):
-        batch = carried_groups.build(Trainer._step_once)(trainer, metrics, {}, sample_batch_size=1)
+        batch = wrapped(carried_groups, Trainer._step_once)(trainer, metrics, {}, sample_batch_size=1)
         queue.kv_clear(batch.keys, "train")
         yield {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("esgrpo/restart/")}
         metrics.clear()
@@ -313,7 +314,7 @@ def told_failed(queue, name: str, error, monkeypatch) -> None:
             raise error
 
     monkeypatch.setattr(transfer_queue, "async_kv_put", put)
-    run = session_errors.build(Worker._run_agent_loop)
+    run = wrapped(session_errors, Worker._run_agent_loop)
     with pytest.raises(type(error)):
         asyncio.run(run(Worker(), {}, {"validate": False}, agent_name="a", uid=name, index=7,
                         raw_prompt=[{"role": "user", "content": name}]))

@@ -14,6 +14,7 @@ import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import put  # noqa: E402
 from esgrpo import config  # noqa: E402
+from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl import owned  # noqa: E402
 from esgrpo.hooks.verl.metrics import decision_counts  # noqa: E402
 from esgrpo.hooks.verl.v1.prompts import filtered_groups  # noqa: E402
@@ -46,7 +47,7 @@ def buffer_of(queue, monkeypatch):
                       filter_groups_metric=metric, max_inflight_gen_batches=1, train_batch_size=1, gen_batch_size=1)
         buffer.refills = refills
         if hooked:
-            hook = filtered_groups.build(kind._dapo_filtered_keys)
+            hook = wrapped(filtered_groups, kind._dapo_filtered_keys)
             monkeypatch.setattr(buffer, "_dapo_filtered_keys", hook.__get__(buffer))
         return buffer
 
@@ -152,7 +153,7 @@ def test_its_end_is_recorded_once(queue, buffer_of, written, monkeypatch):
     groups(queue)
     for metric, ends in (None, {"replaced": ["right"]}), ("acc", {"evicted": ["equal", "loop", "right"]}):
         buffer = buffer_of(hooked=True, metric=metric)
-        evict = failed_groups.build(type(buffer)._evict_terminal_groups)
+        evict = wrapped(failed_groups, type(buffer)._evict_terminal_groups)
         monkeypatch.setattr(buffer, "_evict_terminal_groups", evict.__get__(buffer))
         monkeypatch.setattr(buffer, "_clear_groups", lambda *args: None)  # there are the same groups for the next one
         buffer._sync_metadata_from_transfer_queue()

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("transfer_queue")
 
 from esgrpo import config, engine  # noqa: E402
+from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl.fixes import standalone_start  # noqa: E402
 from esgrpo.hooks.verl.run import reports  # noqa: E402
 from esgrpo.hooks.verl.v1.run import handshake as v1_handshake  # noqa: E402
@@ -40,7 +41,7 @@ def start(monkeypatch, hooked: bool):
     trainer.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     trainer._enable_hybrid_replicas, trainer.llm_server_manager, trainer.actor_rollout_wg = False, Manager(), None
     original = trainer_separate_async.PPOTrainerSeparateAsync._setup
-    (standalone_start.build(original) if hooked else original)(trainer)
+    (wrapped(standalone_start, original) if hooked else original)(trainer)
     return trainer
 
 
@@ -87,7 +88,7 @@ def handshake(monkeypatch, hooked: bool, state: str) -> list[str]:
     rollout = SimpleNamespace(get=lambda _name, default=None: default)
     runner.trainer, runner.config = nothing, SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     original = runner_class.init_agent_loop_manager
-    (v1_handshake.build(original) if hooked else original)(runner)
+    (wrapped(v1_handshake, original) if hooked else original)(runner)
     assert isinstance(runner.agent_loop_manager, Manager)
     return made
 

@@ -15,6 +15,7 @@ pytest.importorskip("transfer_queue")
 import torch  # noqa: E402
 
 from ci.tests.contract.v1_scenes import batch_of, put  # noqa: E402
+from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl import owned  # noqa: E402
 from esgrpo.hooks.verl.groups import rollout_driver  # noqa: E402
 from esgrpo.hooks.verl.metrics import trained_rows  # noqa: E402
@@ -39,7 +40,7 @@ def postprocess(queue, hooked: bool) -> dict:
         outputs[-1].extra_fields["reward_extra_info"] = {"acc": True}
 
     original = AgentLoopWorkerTQ.__ray_metadata__.modified_class._agent_loop_postprocess
-    function = response_rows.build(original) if hooked else original
+    function = wrapped(response_rows, original) if hooked else original
     worker = SimpleNamespace(
         _compute_score=score, _compute_teacher_logprobs=nothing, _compute_multi_modal_inputs=lambda *_: {},
         _compute_position_ids=lambda ids, *_: torch.arange(ids.shape[1]).unsqueeze(0))
@@ -92,7 +93,7 @@ def test_pruned_rows_are_masked_before_verl_reads_the_batch(queue, monkeypatch):
         for row in queue.rows.values():
             row["response_mask"] = torch.ones_like(row["response_mask"])
         monkeypatch.setenv("ESGRPO_SEGMENT", settings)
-        assert masked_rows.build(original)(SimpleNamespace(), batch, metrics={}) is batch
+        assert wrapped(masked_rows, original)(SimpleNamespace(), batch, metrics={}) is batch
     assert seen == [{"a_0_0": 3, "a_1_0": 0, "b_0_0": 2, "pad_0_0": 1},
                     {"a_0_0": 3, "a_1_0": 2, "b_0_0": 2, "pad_0_0": 1}]
 
@@ -130,7 +131,7 @@ def trained(queue, monkeypatch, tmp_path, hooked: bool, change=lambda queue: Non
         config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=SimpleNamespace())))
     original, metrics = PPOTrainer._compute_metrics, {}
     timing = dict.fromkeys(("step", "gen", "update_actor"), 1.0)
-    (v1_trained_rows.build(original) if hooked else original)(trainer, batch_of(queue, *queue.rows), metrics, timing,
+    (wrapped(v1_trained_rows, original) if hooked else original)(trainer, batch_of(queue, *queue.rows), metrics, timing,
                                                               global_steps=3, epoch=0)
     return read(str(tmp_path), "trained"), metrics
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 from transfer_queue import KVBatchMeta
 
+from esgrpo.call import wrapped
 from esgrpo.hooks.verl.v1.prompts import carried_groups
 
 
@@ -72,7 +73,7 @@ class Trainer:
 
     def step(self, count: int) -> dict:
         metrics = {}
-        batch = carried_groups.build(Trainer._step_once)(self, metrics, {}, sample_batch_size=count)
+        batch = wrapped(carried_groups, Trainer._step_once)(self, metrics, {}, sample_batch_size=count)
         self.queue.kv_clear(batch.keys, "train")
         self.global_steps += 1
         return {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("esgrpo/carry")}

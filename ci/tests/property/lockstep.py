@@ -31,6 +31,7 @@ from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.segments import CONTINUE, SegmentBook
 from esgrpo.algo.terms import Outcome
+from esgrpo.call import wrapped
 from esgrpo.hooks.verl.groups import followed_members as group_members
 from esgrpo.hooks.verl.groups import rollout_driver
 from esgrpo.hooks.verl.v0_7_0 import client_attempts, grouped_calls
@@ -368,7 +369,7 @@ async def _group_of_v1(world: World, index: int) -> None:
     async def postprocess(worker, output):
         assert output.extra_fields["esgrpo"]["score"] is None  # written to the TransferQueue before its reward
 
-    hooked = response_rows.build(postprocess)
+    hooked = wrapped(response_rows, postprocess)
 
     async def run_agent_loop(worker, world):
         await hooked(worker, await _generate(world))
@@ -387,7 +388,7 @@ async def _group_of_0_7_0(world: World, index: int) -> None:
         output = await client.server.generate(prompt_ids, sampling_params)
         return output.token_ids, output.log_probs, output.stop_reason == "aborted", output.extra_fields
 
-    hooked_attempt = client_attempts.build(attempt)
+    hooked_attempt = wrapped(client_attempts, attempt)
 
     async def run_agent_loop(worker, number, **kwargs):
         seat = rollout_driver.current.get()
@@ -401,13 +402,13 @@ async def _group_of_0_7_0(world: World, index: int) -> None:
         return SimpleNamespace(token_ids=tokens, extra_fields={"is_cancel": interrupted},
                                reward_score=world.reward(seat, len(tokens)))
 
-    hooked_loop = partial_members.build(run_agent_loop)
+    hooked_loop = wrapped(partial_members, run_agent_loop)
 
     async def generate_sequences(worker, batch, partial_output_list):
         return await asyncio.gather(*(hooked_loop(worker, number, output=output, param_version=world.version)
                                       for number, output in enumerate(partial_output_list)))
 
-    hooked = grouped_calls.build(generate_sequences)
+    hooked = wrapped(grouped_calls, generate_sequences)
     outputs = [None] * world.script.members
     while any(output is None or output.extra_fields["is_cancel"] for output in outputs):
         outputs = await hooked(world.worker, Batch(outputs), outputs)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from esgrpo.algo import rollout
+from esgrpo.call import wrapped
 from esgrpo.hooks.verl.groups import attempt_places, client_attempts, rollout_driver
 
 RESPONSE_LENGTH = 32  # of the fake rollout config
@@ -94,8 +95,8 @@ class ResumingClient:
         return final
 
 
-hooked_single = client_attempts.build(ResumingClient.single)
-hooked_acquire = attempt_places.build(ResumingClient.acquire)
+hooked_single = wrapped(client_attempts, ResumingClient.single)
+hooked_acquire = wrapped(attempt_places, ResumingClient.acquire)
 
 
 def new_driver(budget: int = RESPONSE_LENGTH) -> rollout_driver.Driver:

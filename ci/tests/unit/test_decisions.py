@@ -18,6 +18,7 @@ from esgrpo.algo.history import PromptHistory
 from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing_order import inversions, longest_first
 from esgrpo.algo.rows import Decisions
+from esgrpo.call import wrapped
 from esgrpo.hooks.verl import owned
 from esgrpo.hooks.verl.groups import rollout_driver
 from esgrpo.hooks.verl.metrics import decision_counts
@@ -287,6 +288,6 @@ def test_a_window_takes_along_what_its_server_counted(monkeypatch):
     server = SimpleNamespace()
     token_outputs.count(server, True)
     for _ in range(2):
-        asyncio.run(weight_version.build(original)(server))
+        asyncio.run(wrapped(weight_version, original)(server))
     assert owned.of(server, owned.Server).windows == [{"version": 3, "token_outputs": {"responses": 1, "with_text": 0}},
                                                       {"version": 3}]

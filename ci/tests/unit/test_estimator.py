@@ -10,6 +10,7 @@ import torch
 
 from bench import estimator_bias
 from esgrpo import losses
+from esgrpo.call import wrapped
 from esgrpo.errors import EsgrpoError
 from esgrpo.losses import KeepProbabilities
 
@@ -184,7 +185,7 @@ def test_through_verls_compute_advantage(monkeypatch):
 
     keep = KeepProbabilities([1.0, 1.0, 0.5, 0.5], [None, None, 1.0, 1.0])
     wanted = losses.grpo_segment_advantage(scores, mask, ["g"] * 4, norm_by_std=False, keep=keep)
-    assert torch.equal(run(weighted_rows.build(compute_advantage)), wanted)
+    assert torch.equal(run(wrapped(weighted_rows, compute_advantage)), wanted)
     assert not torch.equal(run(compute_advantage), wanted)  # negative control: plain verl
     assert weighted_rows.current() is None
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from esgrpo import losses
+from esgrpo.call import wrapped
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 torch.set_num_threads(1)
@@ -313,7 +314,7 @@ def through_ppo_loss(batch, loss_mode, acc, size=3, mode="token-mean", entropy=T
     from verl.workers.utils import losses as verl_losses
 
     hook = importlib.import_module("esgrpo.hooks.verl.losses.loss_context")
-    ppo_loss = hook.build(verl_losses.ppo_loss)
+    ppo_loss = wrapped(hook, verl_losses.ppo_loss)
     config = actor_config(loss_agg_mode=mode)
     object.__setattr__(config.policy_loss, "loss_mode", loss_mode)
     total, metrics = 0.0, []

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from esgrpo import engine
+from esgrpo.call import wrapped
 from esgrpo.hooks.vllm import scheduler_cls, segment_mixin
 from esgrpo.hooks.vllm.logprob_sums import LogprobSums
 
@@ -36,7 +37,7 @@ def test_by_class_the_mixin_enters_after_the_workers_have_started(core, chosen, 
         seen.append(vllm_config.scheduler_config.scheduler_cls)
         return 7, 0, "kv"
 
-    hooked = scheduler_cls.build(_initialize_kv_caches)
+    hooked = wrapped(scheduler_cls, _initialize_kv_caches)
     assert (hooked(None, vllm_config=config) if by_name else hooked(None, config)) == (7, 0, "kv")
     assert seen == [chosen]  # nothing that pickle cannot take was in the config while workers could start
     assert config.scheduler_config.scheduler_cls is segment_mixin.mixed_with(Chosen)

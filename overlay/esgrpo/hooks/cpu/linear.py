@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -18,11 +16,7 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def dispatch_cpu_unquantized_gemm(layer, remove_weight):
-        from torch.nn.functional import linear
+def around(call):
+    from torch.nn.functional import linear
 
-        layer.cpu_linear = linear
-
-    return dispatch_cpu_unquantized_gemm
+    call.arguments["layer"].cpu_linear = linear

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -19,15 +17,8 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def init_process_group(*args, **kwargs):
-        import inspect
-
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        backend = bound.arguments.get("backend")
-        if isinstance(backend, str) and "," in backend and len(set(backend.split(","))) == 1:
-            bound.arguments["backend"] = backend.split(",")[0].partition(":")[2]
-        return original(*bound.args, **bound.kwargs)
-
-    return init_process_group
+def around(call):
+    backend = call.arguments.get("backend")
+    if isinstance(backend, str) and "," in backend and len(set(backend.split(","))) == 1:
+        call.arguments["backend"] = backend.split(",")[0].partition(":")[2]
+    return call()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -18,10 +16,6 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def fsdp2_sharded_save_to_cpu(model):
-        state, spec = original(model)
-        return {name: (tensor.clone(), tensor_spec) for name, (tensor, tensor_spec) in state.items()}, spec
-
-    return fsdp2_sharded_save_to_cpu
+def around(call):
+    state, spec = call()
+    return {name: (tensor.clone(), tensor_spec) for name, (tensor, tensor_spec) in state.items()}, spec

@@ -22,10 +22,10 @@ HOOK = Hook(
 )
 
 
-def build(original):
+def build(original):  # once for every token of every request, where a Call would cost as much as what is saved
     @functools.wraps(original)
     def make_request_output(self, new_token_ids, pooling_output, finish_reason, *args, **kwargs):
-        # by name, not by bind: once for every token. The names are those of all releases above
+        # by name, not by bind; the names are those of all releases above
         if finish_reason is None and getattr(self, "esgrpo_told", False):
             return None
         output = original(self, new_token_ids, pooling_output, finish_reason, *args, **kwargs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 from esgrpo.hooks.vllm import mixin_sources
 
@@ -21,11 +19,7 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def get_scheduler_cls(self):
-        from esgrpo.hooks.vllm import segment_mixin
+def around(call):
+    from esgrpo.hooks.vllm import segment_mixin
 
-        return segment_mixin.mixed_with(original(self))
-
-    return get_scheduler_cls
+    return segment_mixin.mixed_with(call())

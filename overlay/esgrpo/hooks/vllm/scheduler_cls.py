@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-
 from esgrpo.engine import Hook
 from esgrpo.hooks.vllm import mixin_sources
 
@@ -23,15 +20,11 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _initialize_kv_caches(*args, **kwargs):
-        sizes = original(*args, **kwargs)
-        config = inspect.signature(original).bind(*args, **kwargs).arguments["vllm_config"]
-        _mix(config.scheduler_config)
-        return sizes
-
-    return _initialize_kv_caches
+def around(call):
+    sizes = call()
+    config = call.arguments["vllm_config"]
+    _mix(config.scheduler_config)
+    return sizes
 
 
 def _mix(scheduler_config) -> None:

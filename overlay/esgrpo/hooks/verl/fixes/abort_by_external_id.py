@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -19,22 +17,19 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def abort_request(self, request_id, reset_prefix_cache=False):
-        if self.node_rank != 0:
-            return {"aborted": False, "request_id": request_id}  # a headless node has no engine
-        processor = self.engine.output_processor
-        # vLLM before the randomisation has no mapping: there the request states are keyed by the caller's id
-        known = getattr(processor, "external_req_ids", processor.request_states)
-        if request_id not in known:
-            return {"aborted": False, "request_id": request_id, "error": f"Request {request_id} not found"}
-        try:
-            await self.engine.abort(request_id)
-            if reset_prefix_cache:
-                await self.clear_kv_cache()
-        except Exception as error:  # the replica asks every server and takes the first that says yes
-            return {"aborted": False, "request_id": request_id, "error": f"{type(error).__name__}: {error}"}
-        return {"aborted": True, "request_id": request_id}
-
-    return abort_request
+async def around(call):
+    server, request_id = call.owner, call.arguments["request_id"]
+    if server.node_rank != 0:
+        return {"aborted": False, "request_id": request_id}  # a headless node has no engine
+    processor = server.engine.output_processor
+    # vLLM before the randomisation has no mapping: there the request states are keyed by the caller's id
+    known = getattr(processor, "external_req_ids", processor.request_states)
+    if request_id not in known:
+        return {"aborted": False, "request_id": request_id, "error": f"Request {request_id} not found"}
+    try:
+        await server.engine.abort(request_id)
+        if call.argument("reset_prefix_cache"):
+            await server.clear_kv_cache()
+    except Exception as error:  # the replica asks every server and takes the first that says yes
+        return {"aborted": False, "request_id": request_id, "error": f"{type(error).__name__}: {error}"}
+    return {"aborted": True, "request_id": request_id}

@@ -21,16 +21,11 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def abort_all_requests(self, *args, **kwargs):
-        from esgrpo.hooks.verl.fixes.pause_without_dropped_argument import teach
-
-        if self.node_rank == 0:
-            teach(self.engine)
-        return await original(self, *args, **kwargs)
-
-    return abort_all_requests
+async def around(call):
+    server = call.owner
+    if server.node_rank == 0:
+        teach(server.engine)
+    return await call()
 
 
 def teach(engine) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -20,28 +18,23 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def fit(self, *args, **kwargs):
-        failures = []
-        generation = self._streaming_generation_main
+async def around(call):
+    rollouter = call.owner
+    failures = []
+    generation = rollouter._streaming_generation_main
 
-        async def recorded():
-            try:
-                return await generation()
-            except Exception as error:
-                failures.append(error)
-                raise
+    async def recorded():
+        try:
+            return await generation()
+        except Exception as error:
+            failures.append(error)
+            raise
 
-        self._streaming_generation_main = recorded  # shadows the method on this one instance
-        result = await original(self, *args, **kwargs)
-        if failures:
-            from esgrpo.hooks.verl.fixes.rollouter_failure import said
-
-            raise said(failures[0])
-        return result
-
-    return fit
+    rollouter._streaming_generation_main = recorded  # shadows the method on this one instance
+    result = await call()
+    if failures:
+        raise said(failures[0])
+    return result
 
 
 def said(error):

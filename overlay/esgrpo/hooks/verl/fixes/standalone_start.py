@@ -18,19 +18,13 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _setup(self, *args, **kwargs):
-        from esgrpo.hooks.verl.fixes.standalone_start import without_flush
-
-        logger = original.__globals__["logger"]
-        logger.info, info = without_flush(logger.info), logger.info
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            logger.info = info
-
-    return _setup
+def around(call):
+    logger = call.original.__globals__["logger"]
+    logger.info, info = without_flush(logger.info), logger.info
+    try:
+        return call()
+    finally:
+        logger.info = info
 
 
 def without_flush(log):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -21,15 +19,11 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def _acquire_server(self, *args, **kwargs):
-        from esgrpo.hooks.verl.groups import rollout_driver
+async def around(call):
+    from esgrpo.hooks.verl.groups import rollout_driver
 
-        server_id, handle = await original(self, *args, **kwargs)
-        seat = rollout_driver.current.get()
-        if seat is not None:
-            seat.placed(server_id, handle)
-        return server_id, handle
-
-    return _acquire_server
+    server_id, handle = await call()
+    seat = rollout_driver.current.get()
+    if seat is not None:
+        seat.placed(server_id, handle)
+    return server_id, handle

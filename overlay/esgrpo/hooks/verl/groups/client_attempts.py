@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
     slug="client-attempts",
     target="verl.workers.rollout.llm_server:LLMServerClient.generate",
     process=("agent-loop-worker",),
-    kind="wrap",  # the original is called once per attempt: a yield is submitted again with what is left
+    kind="wrap",
+    calls="once an attempt: a yield is submitted again with what is left",
     why="verl's server drops CompletionOutput.stop_reason and its resuming client drops all extra_fields but four; "
         "both clients call this method once per attempt. get_client(client_cls=) would need a change in every caller",
     remove_when="verl's client keeps stop_reason and extra_fields across attempts",
@@ -21,29 +20,25 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def generate(self, *args, **kwargs):
-        from esgrpo.hooks.verl.groups import client_attempts, rollout_driver
+async def around(call):
+    from esgrpo.hooks.verl.groups import rollout_driver
 
-        seat = rollout_driver.current.get()
-        if seat is None:  # validation, or a caller outside a group
-            return await original(self, *args, **kwargs)
-        return await client_attempts.generate_member(original, self, seat, args, kwargs)
-
-    return generate
+    seat = rollout_driver.current.get()
+    if seat is None:  # validation, or a caller outside a group
+        return await call()
+    return await generate_member(call, seat)
 
 
-async def generate_member(original, client, seat, args, kwargs):
+async def generate_member(call, seat):
     from esgrpo.algo.rollout import HandOn
     from esgrpo.hooks.verl.groups import rollout_driver
 
-    call = rollout_driver.Call(original, client, args, kwargs)
+    attempts = rollout_driver.Attempts(call)
     total, fields = None, seat.fields()
     while True:
         done = [] if total is None else total.token_ids
-        output = await call.attempt(done, fields)
-        action = await call.ended(seat, output, done)
+        output = await attempts.next(done, fields)
+        action = await attempts.ended(seat, output, done)
         total = output if total is None else _joined(total, output)
         if isinstance(action, HandOn):
             return total

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -20,38 +18,29 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def _run_agent_loop(self, *args, **kwargs):
-        import inspect
-
-        from esgrpo.hooks.verl.groups import followed_members
-
-        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        group = arguments["kwargs"].get("uid") if "kwargs" in arguments else None
-        if arguments["trajectory"]["validate"] or group is None:
-            return await original(self, *args, **kwargs)
-        forecast = arguments["kwargs"].get("esgrpo_forecast")
-        raw_prompt = arguments["kwargs"].get("raw_prompt")
-        return await followed_members.run_member(original, self, str(group), args, kwargs, forecast, raw_prompt)
-
-    return _run_agent_loop
+async def around(call):
+    given = call.arguments.get("kwargs", {})
+    group = given.get("uid")
+    if call.arguments["trajectory"]["validate"] or group is None:
+        return await call()
+    return await run_member(call, str(group), given.get("esgrpo_forecast"), given.get("raw_prompt"))
 
 
-async def run_member(original, worker, group: str, args, kwargs, forecast=None, raw_prompt=None):
+async def run_member(call, group: str, forecast=None, raw_prompt=None):
     import time
 
     from esgrpo import records
     from esgrpo.algo import rollout
     from esgrpo.hooks.verl.groups import rollout_driver
 
+    worker = call.owner
     driver = rollout_driver.of_worker(worker, worker.rollout_config.response_length)
     seat = rollout_driver.join(driver, group, worker.rollout_config.n, forecast=forecast,
-                             prompt=driver.prompt(group, raw_prompt))
+                               prompt=driver.prompt(group, raw_prompt))
     token = rollout_driver.current.set(seat)
     ending = {"failed": True}
     try:
-        output = await original(worker, *args, **kwargs)
+        output = await call()
         # verl's v1 hands nothing back: v1-response-rows has seen the output and put its reward aside
         reward = driver.rewards.get((group, seat.number), (None, None)) if output is None else (
             rollout_driver.reward_of(output))

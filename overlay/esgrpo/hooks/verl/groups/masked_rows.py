@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -20,18 +18,9 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _postprocess(self, *args, **kwargs):
-        import inspect
-
-        from esgrpo.hooks.verl.groups.masked_rows import mask_pruned
-
-        bound = inspect.signature(original).bind(self, *args, **kwargs)
-        mask_pruned(bound.arguments["inputs"])
-        return original(*bound.args, **bound.kwargs)
-
-    return _postprocess
+def around(call):
+    mask_pruned(call.arguments["inputs"])
+    return call()
 
 
 def mask_pruned(rows) -> list:

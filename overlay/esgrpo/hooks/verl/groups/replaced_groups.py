@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 
 from esgrpo.engine import Hook
 
@@ -28,23 +27,15 @@ HOOK = Hook(
 _CURRENT: contextvars.ContextVar = contextvars.ContextVar("esgrpo_rollout_sample", default=None)
 
 
-def build(original):
-    @functools.wraps(original)
-    async def _process_single_sample_streaming(self, *args, **kwargs):
-        import inspect
-
-        from esgrpo.hooks.verl.groups import replaced_groups
-
-        sample = inspect.signature(original).bind(self, *args, **kwargs).arguments["rollout_sample"]
-        if not isinstance(self.message_queue_client, replaced_groups.Filter):
-            self.message_queue_client = replaced_groups.Filter(self, self.message_queue_client)
-        token = replaced_groups._CURRENT.set(sample)
-        try:
-            return await original(self, *args, **kwargs)
-        finally:
-            replaced_groups._CURRENT.reset(token)
-
-    return _process_single_sample_streaming
+async def around(call):
+    rollouter, sample = call.owner, call.arguments["rollout_sample"]
+    if not isinstance(rollouter.message_queue_client, Filter):
+        rollouter.message_queue_client = Filter(rollouter, rollouter.message_queue_client)
+    token = _CURRENT.set(sample)
+    try:
+        return await call()
+    finally:
+        _CURRENT.reset(token)
 
 
 class Filter:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
-import inspect
 import random
 import sys
 import time
@@ -203,23 +202,20 @@ def collisions_in_one_line(group: str):
                           "make non_tensor_batch['uid'] unique") from None
 
 
-class Call:
+class Attempts:
     """A call of verl's generate(prompt_ids, sampling_params) for one response, made once per attempt."""
 
-    def __init__(self, original, client, args, kwargs):
-        self._original, self._bound = original, inspect.signature(original).bind(client, *args, **kwargs)
-        self._prompt = list(self._bound.arguments["prompt_ids"])
-        self._parameters = dict(self._bound.arguments["sampling_params"])  # shared by all responses of the worker
+    def __init__(self, call):
+        self._call, self._prompt = call, list(call.arguments["prompt_ids"])
+        self._parameters = dict(call.arguments["sampling_params"])  # shared by all responses of the worker
         budget = self._parameters.get("max_tokens", self._parameters.pop("max_new_tokens", None))
-        self._budget = client.config.actor_rollout_ref.rollout.response_length if budget is None else budget
+        self._budget = call.owner.config.actor_rollout_ref.rollout.response_length if budget is None else budget
 
-    async def attempt(self, done: list[int], fields: dict):
+    async def next(self, done: list[int], fields: dict):
         """What the original answers to an attempt after the tokens `done`, of which the scheduler is told `fields`."""
         extra = {**(self._parameters.get("extra_args") or {}), "segment": fields}
-        self._bound.arguments["prompt_ids"] = self._prompt + done
-        self._bound.arguments["sampling_params"] = {**self._parameters, "max_tokens": self._budget - len(done),
-                                                    "extra_args": extra}
-        return await self._original(*self._bound.args, **self._bound.kwargs)
+        limited = {**self._parameters, "max_tokens": self._budget - len(done), "extra_args": extra}
+        return await self._call(prompt_ids=self._prompt + done, sampling_params=limited)
 
     async def ended(self, seat: Seat, output, done: list[int]):
         """Submit or HandOn after that attempt."""

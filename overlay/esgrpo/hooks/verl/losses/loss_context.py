@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from dataclasses import dataclass
 
 from esgrpo.engine import Hook
@@ -107,16 +106,9 @@ def current() -> MicroBatch | None:
     return _CURRENT.get()
 
 
-def build(original):
-    @functools.wraps(original)
-    def ppo_loss(config, model_output, data, dp_group=None):
-        # imported here: the wrapper may be pickled, a ContextVar cannot be
-        from esgrpo.hooks.verl.losses import loss_context
-
-        token = loss_context._CURRENT.set(loss_context.MicroBatch(model_output, data))
-        try:
-            return original(config, model_output, data, dp_group)
-        finally:
-            loss_context._CURRENT.reset(token)
-
-    return ppo_loss
+def around(call):
+    token = _CURRENT.set(MicroBatch(call.arguments["model_output"], call.arguments["data"]))
+    try:
+        return call()
+    finally:
+        _CURRENT.reset(token)

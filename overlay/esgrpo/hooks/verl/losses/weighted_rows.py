@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 
 from esgrpo.engine import Hook
 
@@ -27,21 +26,13 @@ HOOK = Hook(
 _CURRENT: contextvars.ContextVar = contextvars.ContextVar("esgrpo_keep_probabilities", default=None)
 
 
-def build(original):
-    @functools.wraps(original)
-    def compute_advantage(*args, **kwargs):
-        import inspect
-
-        from esgrpo.hooks.verl.losses import weighted_rows
-
-        data = inspect.signature(original).bind(*args, **kwargs).arguments["data"]
-        token = weighted_rows._CURRENT.set(weighted_rows.keep_of(data.non_tensor_batch))
-        try:
-            return original(*args, **kwargs)
-        finally:
-            weighted_rows._CURRENT.reset(token)
-
-    return compute_advantage
+def around(call):
+    data = call.arguments["data"]
+    token = _CURRENT.set(keep_of(data.non_tensor_batch))
+    try:
+        return call()
+    finally:
+        _CURRENT.reset(token)
 
 
 def current():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -19,14 +17,7 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def rename_dict(*args, **kwargs):
-        import inspect
-
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        ours = {key: value for key, value in bound.arguments["data"].items() if key.startswith("esgrpo/")}
-        bound.arguments["data"] = {k: v for k, v in bound.arguments["data"].items() if k not in ours}
-        return {**original(*bound.args, **bound.kwargs), **ours}
-
-    return rename_dict
+def around(call):
+    ours = {key: value for key, value in call.arguments["data"].items() if key.startswith("esgrpo/")}
+    call.arguments["data"] = {k: v for k, v in call.arguments["data"].items() if k not in ours}
+    return {**call(), **ours}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -19,20 +17,17 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def reset_staleness(self, *args, **kwargs):
-        from esgrpo.hooks.verl.metrics import decision_counts, prune_metrics
-        from esgrpo.hooks.verl.metrics.rollouter_windows import metrics
-        from esgrpo.hooks.verl.metrics.routing_metrics import at_weight_version
-        from esgrpo.hooks.verl.prompts import failed_prompts, in_flight
+async def around(call):
+    from esgrpo.hooks.verl.metrics import decision_counts, prune_metrics
+    from esgrpo.hooks.verl.metrics.routing_metrics import at_weight_version
+    from esgrpo.hooks.verl.prompts import failed_prompts, in_flight
 
-        timing = await original(self, *args, **kwargs)
-        found = {**timing, **await metrics(self, timing), **prune_metrics.take(self),
-                 **failed_prompts.next_version(self), **in_flight.take_metrics(self), **await at_weight_version(self)}
-        return {**found, **decision_counts.of_rollouter(self)}
-
-    return reset_staleness
+    rollouter = call.owner
+    timing = await call()
+    found = {**timing, **await metrics(rollouter, timing), **prune_metrics.take(rollouter),
+             **failed_prompts.next_version(rollouter), **in_flight.take_metrics(rollouter),
+             **await at_weight_version(rollouter)}
+    return {**found, **decision_counts.of_rollouter(rollouter)}
 
 
 async def metrics(rollouter, timing) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 
 from esgrpo.engine import Hook
@@ -26,23 +25,16 @@ _dropped: dict[tuple, int] = {}  # records lost by the workers that made the res
 _started = time.time()  # of the interval that the next batch's throughput is measured over
 
 
-def build(original):
-    @functools.wraps(original)
-    def compute_data_metrics(*args, **kwargs):
-        import inspect
+def around(call):
+    from esgrpo.hooks.verl.metrics import decision_counts
 
-        from esgrpo.hooks.verl.metrics import decision_counts
-        from esgrpo.hooks.verl.metrics.trained_rows import metrics, rows_of, write
-
-        result = original(*args, **kwargs)
-        batch = inspect.signature(original).bind(*args, **kwargs).arguments["batch"]
-        if "esgrpo" in batch.non_tensor_batch:
-            rows = rows_of(batch)
-            write(rows)
-            result.update({**metrics(rows), **decision_counts.of_trainer(rows)})
-        return result
-
-    return compute_data_metrics
+    result = call()
+    batch = call.arguments["batch"]
+    if "esgrpo" in batch.non_tensor_batch:
+        rows = rows_of(batch)
+        write(rows)
+        result.update({**metrics(rows), **decision_counts.of_trainer(rows)})
+    return result
 
 
 def begin(groups: list[str], step: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 from esgrpo.errors import RunError, say
 
@@ -25,24 +23,19 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def _process_single_sample_streaming(self, *args, **kwargs):
-        import inspect
+async def around(call):
+    from esgrpo.hooks.verl.prompts import in_flight
 
-        from esgrpo.hooks.verl.prompts import failed_prompts, in_flight
-
-        sample = inspect.signature(original).bind(self, *args, **kwargs).arguments["rollout_sample"]
-        try:
-            result = await original(self, *args, **kwargs)
-        except Exception as error:
-            if not failed_prompts.give_up(self, sample, error):
-                raise
-            return None
-        in_flight.generated(self, sample)
-        return result
-
-    return _process_single_sample_streaming
+    rollouter = call.owner
+    sample = call.arguments["rollout_sample"]
+    try:
+        result = await call()
+    except Exception as error:
+        if not give_up(rollouter, sample, error):
+            raise
+        return None
+    in_flight.generated(rollouter, sample)
+    return result
 
 
 def bound_of(owner):

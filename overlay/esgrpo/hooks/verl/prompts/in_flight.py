@@ -6,8 +6,6 @@ has not ended is written with every checkpoint (`in_flight_checkpoint`) and come
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
@@ -28,14 +26,9 @@ HOOK = Hook(
 UID = "uid_"  # verl's prefix of a sample's id in non_tensor_batch["uid"]
 
 
-def build(original):
-    @functools.wraps(original)
-    def _create_continuous_iterator(self, *args, **kwargs):
-        from esgrpo.hooks.verl.prompts import in_flight
-
-        return in_flight.accounted(self, original(self, *args, **kwargs))
-
-    return _create_continuous_iterator
+def around(call):
+    rollouter = call.owner
+    return accounted(rollouter, call())
 
 
 def ledger_of(rollouter):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 
 from esgrpo.engine import Hook
@@ -27,25 +26,21 @@ FILE = "esgrpo_in_flight.pt"  # batches of verl's data loader, pickled as verl p
 FORMAT = 1
 
 
-def build(original):
-    @functools.wraps(original)
-    async def save_checkpoint(self, *args, **kwargs):
-        import asyncio
-        import inspect
+async def around(call):
+    import asyncio
 
-        from esgrpo import records
-        from esgrpo.algo.rows import Checkpoint
-        from esgrpo.hooks.verl.prompts import in_flight, in_flight_checkpoint
-        from esgrpo.hooks.verl.run import resume_point
+    from esgrpo import records
+    from esgrpo.algo.rows import Checkpoint
+    from esgrpo.hooks.verl.prompts import in_flight
+    from esgrpo.hooks.verl.run import resume_point
 
-        result = await original(self, *args, **kwargs)
-        folder = inspect.signature(original).bind(self, *args, **kwargs).arguments["local_global_step_folder"]
-        in_flight_checkpoint.save(self, folder)
-        records.write(Checkpoint(step=resume_point.step_of(folder), drawn=in_flight.drawn_of(self)))
-        await asyncio.to_thread(records.flush)  # what the checkpoint holds is in the books before it counts
-        return result
-
-    return save_checkpoint
+    rollouter = call.owner
+    result = await call()
+    folder = call.arguments["local_global_step_folder"]
+    save(rollouter, folder)
+    records.write(Checkpoint(step=resume_point.step_of(folder), drawn=in_flight.drawn_of(rollouter)))
+    await asyncio.to_thread(records.flush)  # what the checkpoint holds is in the books before it counts
+    return result
 
 
 def save(rollouter, folder: str) -> None:

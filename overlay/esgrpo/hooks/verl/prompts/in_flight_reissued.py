@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 from esgrpo.errors import say
 
@@ -24,20 +22,15 @@ HOOK = Hook(
 DATA = "data.pt"  # verl's state of the data loader
 
 
-def build(original):
-    @functools.wraps(original)
-    def load_checkpoint(self, *args, **kwargs):
-        from esgrpo.hooks.verl.prompts import in_flight_reissued
-
-        before = self.global_steps
-        result = original(self, *args, **kwargs)
-        folder = in_flight_reissued.folder_of(self.config.trainer)
-        if folder is not None:
-            in_flight_reissued.give_back(self, folder, trained=self.global_steps - before)
-        in_flight_reissued.record(self, folder)
-        return result
-
-    return load_checkpoint
+def around(call):
+    rollouter = call.owner
+    before = rollouter.global_steps
+    result = call()
+    folder = folder_of(rollouter.config.trainer)
+    if folder is not None:
+        give_back(rollouter, folder, trained=rollouter.global_steps - before)
+    record(rollouter, folder)
+    return result
 
 
 def record(rollouter, folder: str | None) -> None:

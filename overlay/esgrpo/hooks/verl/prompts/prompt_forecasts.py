@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -26,22 +24,14 @@ HOOK = Hook(
 KEY = "esgrpo_forecast"  # in non_tensor_batch, and so in the kwargs of AgentLoopWorker._run_agent_loop
 
 
-def build(original):
-    @functools.wraps(original)
-    async def _process_single_sample_streaming(self, *args, **kwargs):
-        import inspect
-
-        from esgrpo.hooks.verl.prompts import prompt_forecasts
-
-        sample = inspect.signature(original).bind(self, *args, **kwargs).arguments["rollout_sample"]
-        visit = prompt_forecasts.attach(self, sample)
-        result = await original(self, *args, **kwargs)
-        # The original has replaced full_batch by the scored responses and sent a pickle of them: nothing of ours has
-        # to travel with them, so they are read after that, when a failure of the queue has not been a visit.
-        prompt_forecasts.learn(self, sample, visit)
-        return result
-
-    return _process_single_sample_streaming
+async def around(call):
+    rollouter, sample = call.owner, call.arguments["rollout_sample"]
+    visit = attach(rollouter, sample)
+    result = await call()
+    # The original has replaced full_batch by the scored responses and sent a pickle of them: nothing of ours has
+    # to travel with them, so they are read after that, when a failure of the queue has not been a visit.
+    learn(rollouter, sample, visit)
+    return result
 
 
 def key_of(sample) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 
 from esgrpo.engine import Hook
@@ -23,21 +22,17 @@ HOOK = Hook(
 FILE = "history.json"
 
 
-def build(original):
-    @functools.wraps(original)
-    async def fit(self, *args, **kwargs):
-        import asyncio
+async def around(call):
+    import asyncio
 
-        from esgrpo import records
-        from esgrpo.hooks.verl.prompts.prompt_history import save
+    from esgrpo import records
 
-        try:
-            return await original(self, *args, **kwargs)
-        finally:
-            save(self)
-            await asyncio.to_thread(records.flush)  # the actor is killed soon after
-
-    return fit
+    rollouter = call.owner
+    try:
+        return await call()
+    finally:
+        save(rollouter)
+        await asyncio.to_thread(records.flush)  # the actor is killed soon after
 
 
 def history_of(owner):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 
 from esgrpo.engine import Hook
@@ -24,15 +23,10 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        from esgrpo.hooks.verl.prompts import prompt_queue
-
-        original(self, *args, **kwargs)
-        self.pending_queue = prompt_queue.queue_for(self)
-
-    return __init__
+def around(call):
+    rollouter = call.owner
+    call()
+    rollouter.pending_queue = queue_for(rollouter)
 
 
 class OrderedQueue(asyncio.Queue):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
@@ -25,12 +23,9 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs):
-        from esgrpo.hooks.verl.prompts.prompt_order import with_prompt_order
+def around(call):
+    from esgrpo.hooks.verl.prompts.prompt_order import with_prompt_order
 
-        original(self, *args, **kwargs)
-        self.train_dataloader = with_prompt_order(self, self.train_dataloader)
-
-    return __init__
+    rollouter = call.owner
+    call()
+    rollouter.train_dataloader = with_prompt_order(rollouter, rollouter.train_dataloader)

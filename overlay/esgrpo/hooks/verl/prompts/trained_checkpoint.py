@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 _TRAINER = "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer"
@@ -21,15 +19,12 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _save_checkpoint(self, *args, **kwargs):
-        from esgrpo import records
-        from esgrpo.hooks.verl.prompts import trained_prompts
+def around(call):
+    from esgrpo import records
+    from esgrpo.hooks.verl.prompts import trained_prompts
 
-        records.flush()  # what the checkpoint holds is in the books before it counts
-        trained_prompts.tell(self)
-        trained_prompts.wait(self)  # the original makes the rollouter save
-        return original(self, *args, **kwargs)
-
-    return _save_checkpoint
+    trainer = call.owner
+    records.flush()  # what the checkpoint holds is in the books before it counts
+    trained_prompts.tell(trainer)
+    trained_prompts.wait(trainer)  # the original makes the rollouter save
+    return call()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 from esgrpo.errors import EsgrpoError, say
 
@@ -23,18 +21,13 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def _get_samples_from_queue(self, *args, **kwargs):
-        from esgrpo.hooks.verl.prompts import trained_prompts
-
-        trained_prompts.tell(self)
-        result = await original(self, *args, **kwargs)
-        _epoch, batch = result
-        trained_prompts.taken(self, batch)
-        return result
-
-    return _get_samples_from_queue
+async def around(call):
+    trainer = call.owner
+    tell(trainer)
+    result = await call()
+    _epoch, batch = result
+    taken(trainer, batch)
+    return result
 
 
 ANSWER_TIMEOUT_S = 120.0

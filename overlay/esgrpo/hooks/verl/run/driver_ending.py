@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 from esgrpo.errors import EsgrpoError, RunError, Terminated, say
 
@@ -21,32 +19,25 @@ HOOK = Hook(
 FAILED = 1  # exit code
 
 
-def build(original):
-    @functools.wraps(original)
-    def run_ppo(*args, **kwargs):
-        import inspect
+def around(call):
+    from esgrpo.hooks.verl.run import stop_request
 
-        from esgrpo.hooks.verl.run import driver_ending, stop_request
-
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        config = bound.arguments["config"]
-        stop = stop_request.Stop(config)
-        bound.arguments["task_runner_class"] = stop.when_started(bound.arguments["task_runner_class"])
-        try:
-            with stop:
-                return original(*bound.args, **bound.kwargs)
-        except KeyboardInterrupt:
-            if not stop.asked:
-                raise
-            driver_ending.leave(stop.unanswered(), stop_request.TERMINATED)
-        except Exception as error:
-            line, code = driver_ending.said(error, config)
-            if stop.asked and code != stop_request.TERMINATED:  # a SIGTERM that reached the workers, too
-                stop.reason = f"before a checkpoint was saved: {line.args[1]}"
-                line, code = stop.unanswered(), stop_request.TERMINATED
-            driver_ending.leave(line, code, error)
-
-    return run_ppo
+    config = call.arguments["config"]
+    stop = stop_request.Stop(config)
+    call.arguments["task_runner_class"] = stop.when_started(call.arguments["task_runner_class"])
+    try:
+        with stop:
+            return call()
+    except KeyboardInterrupt:
+        if not stop.asked:
+            raise
+        leave(stop.unanswered(), stop_request.TERMINATED)
+    except Exception as error:
+        line, code = said(error, config)
+        if stop.asked and code != stop_request.TERMINATED:  # a SIGTERM that reached the workers, too
+            stop.reason = f"before a checkpoint was saved: {line.args[1]}"
+            line, code = stop.unanswered(), stop_request.TERMINATED
+        leave(line, code, error)
 
 
 def said(error, config) -> tuple[object, int]:

@@ -5,7 +5,6 @@ The last place before Ray starts, too: a config with `segment` that nothing has 
 
 from __future__ import annotations
 
-import functools
 import sys
 
 from esgrpo.engine import Hook
@@ -33,23 +32,15 @@ def cause_of(error, kind):
     return None
 
 
-def build(original):
-    @functools.wraps(original)
-    def run_ppo(*args, **kwargs):
-        import inspect
+def around(call):
+    from esgrpo import guard
+    from esgrpo.errors import EsgrpoError
 
-        from esgrpo import guard
-        from esgrpo.errors import EsgrpoError
-
-        try:
-            guard.check_config(inspect.signature(original).bind(*args, **kwargs).arguments["config"])
-            return original(*args, **kwargs)
-        except Exception as error:
-            from esgrpo.hooks.verl.run.driver_refusal import cause_of
-
-            cause = cause_of(error, EsgrpoError)
-            if cause is None:
-                raise
-            sys.exit(str(cause))
-
-    return run_ppo
+    try:
+        guard.check_config(call.arguments["config"])
+        return call()
+    except Exception as error:
+        cause = cause_of(error, EsgrpoError)
+        if cause is None:
+            raise
+        sys.exit(str(cause))

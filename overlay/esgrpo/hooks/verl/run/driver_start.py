@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -27,19 +26,13 @@ HANDSHAKES = ("worker-handshake", "partial-handshake")  # the second one is that
 V1_HANDSHAKE = "v1-handshake"
 
 
-def build(original):
-    @functools.wraps(original)
-    def auto_set_device(config):
-        from esgrpo.hooks.verl.run.driver_start import prepare
-
-        result = original(config)
-        try:
-            prepare(config)
-        except EsgrpoError as error:
-            sys.exit(str(error))  # one line and exit code 1, no traceback
-        return result
-
-    return auto_set_device
+def around(call):
+    result = call()
+    try:
+        prepare(call.arguments["config"])
+    except EsgrpoError as error:
+        sys.exit(str(error))  # one line and exit code 1, no traceback
+    return result
 
 
 def prepare(config) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -21,20 +19,17 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def create_last(self, *args, **kwargs):
-        from esgrpo.hooks.verl.run import reports
+def around(call):
+    from esgrpo.hooks.verl.run import reports
 
-        result = original(self, *args, **kwargs)
-        reports.collect_and_check(self)
-        loop = self._run_training_loop
+    runner = call.owner
+    result = call()
+    reports.collect_and_check(runner)
+    loop = runner._run_training_loop
 
-        def _run_training_loop():
-            loop()
-            reports.flush_records(self)
+    def _run_training_loop():
+        loop()
+        reports.flush_records(runner)
 
-        self._run_training_loop = _run_training_loop  # shadows the method on this one instance
-        return result
-
-    return create_last
+    runner._run_training_loop = _run_training_loop  # shadows the method on this one instance
+    return result

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 _TRAINER = "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer"
@@ -21,17 +19,14 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _fit_postprocess_step(self, *args, **kwargs):
-        from esgrpo.hooks.verl.run import stop_request
+def around(call):
+    from esgrpo.hooks.verl.run import stop_request
 
-        result = original(self, *args, **kwargs)
-        # within a weight version the weights are ahead of the number that a checkpoint would carry
-        if self.local_trigger_step == 1 and stop_request.asked():
-            self._fit_save_checkpoint(force=True)
-            settings = self.config.trainer
-            raise stop_request.saved(self.current_param_version, settings.default_local_dir, settings.save_freq)
-        return result
-
-    return _fit_postprocess_step
+    trainer = call.owner
+    result = call()
+    # within a weight version the weights are ahead of the number that a checkpoint would carry
+    if trainer.local_trigger_step == 1 and stop_request.asked():
+        trainer._fit_save_checkpoint(force=True)
+        settings = trainer.config.trainer
+        raise stop_request.saved(trainer.current_param_version, settings.default_local_dir, settings.save_freq)
+    return result

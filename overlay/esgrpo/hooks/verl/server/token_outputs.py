@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -19,20 +17,12 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def generate(self, *args, **kwargs):
-        import inspect
-
-        from esgrpo.hooks.verl.server import token_outputs
-
-        bound = inspect.signature(original).bind(self, *args, **kwargs)
-        given = bound.arguments["sampling_params"]
-        bound.arguments["sampling_params"] = asked = token_outputs.without_text(given)
-        token_outputs.count(self, asked.get("detokenize") is False and "detokenize" not in given)
-        return await original(*bound.args, **bound.kwargs)
-
-    return generate
+async def around(call):
+    server = call.owner
+    given = call.arguments["sampling_params"]
+    call.arguments["sampling_params"] = asked = without_text(given)
+    count(server, asked.get("detokenize") is False and "detokenize" not in given)
+    return await call()
 
 
 def count(server, without: bool) -> None:

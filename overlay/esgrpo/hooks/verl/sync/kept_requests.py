@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 from esgrpo.errors import say
 
@@ -12,6 +10,7 @@ HOOK = Hook(
     target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.abort_all_requests",
     process=("vllm-server",),
     kind="wrap",
+    calls="not where requests stay in the engine: the abort is what they are kept from",
     why="verl aborts every request at a weight sync and prefills it again, prompt and response, although vLLM can "
         "freeze requests over it",
     after=("pause-without-dropped-argument",),
@@ -29,23 +28,15 @@ HOOK = Hook(
 said: set[str] = set()
 
 
-def build(original):
-    @functools.wraps(original)
-    async def abort_all_requests(self, *args, **kwargs):
-        import inspect
-
-        from esgrpo.hooks.verl.sync import kept_requests
-
-        if self.node_rank != 0:
-            return await original(self, *args, **kwargs)
-        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        reason = kept_requests.reason_to_abort(self, bool(arguments.get("reject_request")))
-        if reason:
-            kept_requests.say_aborted(reason)
-            return await original(self, *args, **kwargs)
-        return await kept_requests.pause(self)
-
-    return abort_all_requests
+async def around(call):
+    server = call.owner
+    if server.node_rank != 0:
+        return await call()
+    reason = reason_to_abort(server, bool(call.arguments.get("reject_request")))
+    if reason:
+        say_aborted(reason)
+        return await call()
+    return await pause(server)
 
 
 def say_aborted(reason: str) -> None:

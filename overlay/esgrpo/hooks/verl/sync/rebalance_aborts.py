@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -19,19 +17,14 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def rebalance_requests(self, *args, **kwargs):
-        from esgrpo.hooks.verl.sync.rebalance_aborts import require
-
-        servers = [server for replica in self.llm_server_manager.get_replicas() for server in replica.servers]
-        await require(servers, True)
-        try:
-            return await original(self, *args, **kwargs)
-        finally:
-            await require(servers, False)
-
-    return rebalance_requests
+async def around(call):
+    rollouter = call.owner
+    servers = [server for replica in rollouter.llm_server_manager.get_replicas() for server in replica.servers]
+    await require(servers, True)
+    try:
+        return await call()
+    finally:
+        await require(servers, False)
 
 
 async def require(servers, required: bool) -> None:

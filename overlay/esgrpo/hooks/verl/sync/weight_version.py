@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -19,19 +17,16 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def set_global_steps(self, *args, **kwargs):
-        from esgrpo.hooks.verl import owned
-        from esgrpo.hooks.verl.server import token_outputs
-        from esgrpo.hooks.verl.server.control_methods import engine_call
+async def around(call):
+    from esgrpo.hooks.verl import owned
+    from esgrpo.hooks.verl.server import token_outputs
+    from esgrpo.hooks.verl.server.control_methods import engine_call
 
-        result = await original(self, *args, **kwargs)
-        windows = await engine_call(self, "esgrpo_set_version", self.global_steps)
-        closed = [window for window in windows if window is not None]
-        if closed:
-            closed[0].update(token_outputs.take_counts(self))
-        owned.of(self, owned.Server).windows += closed
-        return result
-
-    return set_global_steps
+    server = call.owner
+    result = await call()
+    windows = await engine_call(server, "esgrpo_set_version", server.global_steps)
+    closed = [window for window in windows if window is not None]
+    if closed:
+        closed[0].update(token_outputs.take_counts(server))
+    owned.of(server, owned.Server).windows += closed
+    return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from esgrpo.engine import Hook
@@ -12,7 +11,8 @@ HOOK = Hook(
     slug="partial-attempts",
     target="recipe.fully_async_policy.agent_loop.agent_loop:FullyAsyncLLMServerManager._generate_attempt",
     process=("agent-loop-worker",),
-    kind="wrap",  # the original is called once per attempt: a yield is submitted again with what is left
+    kind="wrap",
+    calls="once an attempt: a yield is submitted again with what is left",
     why="the partial server and its client know only cancelled or not. The git patches give this method and honour "
         "max_tokens; what a stop reason means is decided here",
     patches=(("==0.7.0", ("partial-server-honours-response-length", "carry-stop-reason-through-partial-server")),),
@@ -37,33 +37,28 @@ class Attempt:
     extra_fields: dict
 
 
-def build(original):
-    @functools.wraps(original)
-    async def _generate_attempt(self, *args, **kwargs):
-        from esgrpo.hooks.verl.groups import rollout_driver
-        from esgrpo.hooks.verl.v0_7_0 import client_attempts
+async def around(call):
+    from esgrpo.hooks.verl.groups import rollout_driver
 
-        seat = rollout_driver.current.get()
-        if seat is None:  # a caller outside a group
-            return await original(self, *args, **kwargs)
-        return await client_attempts.generate_member(original, self, seat, args, kwargs)
-
-    return _generate_attempt
+    seat = rollout_driver.current.get()
+    if seat is None:  # a caller outside a group
+        return await call()
+    return await generate_member(call, seat)
 
 
-async def generate_member(original, client, seat, args, kwargs):
+async def generate_member(call, seat):
     """All attempts of this call: (token ids, log-probs, interrupted, extra fields of the last attempt)."""
     from esgrpo.algo.rollout import HandOn
     from esgrpo.hooks.verl.groups import rollout_driver
 
-    call = rollout_driver.Call(original, client, args, kwargs)
+    attempts = rollout_driver.Attempts(call)
     tokens, log_probs, extra, interrupted, fields = [], [], {}, False, seat.fields()
     while True:
-        new_tokens, new_log_probs, interrupted, extra = await call.attempt(tokens, fields)
+        new_tokens, new_log_probs, interrupted, extra = await attempts.next(tokens, fields)
         if interrupted and not new_tokens:  # paused before a token was made: nothing happened
             break
         attempt = Attempt(list(new_tokens), "aborted" if interrupted else "completed", dict(extra))
-        action = await call.ended(seat, attempt, tokens)
+        action = await attempts.ended(seat, attempt, tokens)
         tokens += new_tokens
         log_probs += new_log_probs
         if isinstance(action, HandOn):

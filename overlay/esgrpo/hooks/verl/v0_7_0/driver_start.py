@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 
 from esgrpo.engine import Hook
@@ -20,22 +19,16 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def run_ppo(*args, **kwargs):
-        import inspect
+def around(call):
+    from esgrpo.errors import EsgrpoError
+    from esgrpo.hooks.verl.run.driver_refusal import cause_of
+    from esgrpo.hooks.verl.run.driver_start import prepare
 
-        from esgrpo.errors import EsgrpoError
-        from esgrpo.hooks.verl.run.driver_refusal import cause_of
-        from esgrpo.hooks.verl.run.driver_start import prepare
-
-        try:
-            prepare(inspect.signature(original).bind(*args, **kwargs).arguments["config"])
-            return original(*args, **kwargs)
-        except Exception as error:
-            cause = cause_of(error, EsgrpoError)
-            if cause is None:
-                raise
-            sys.exit(str(cause))  # one line and exit code 1, no traceback
-
-    return run_ppo
+    try:
+        prepare(call.arguments["config"])
+        return call()
+    except Exception as error:
+        cause = cause_of(error, EsgrpoError)
+        if cause is None:
+            raise
+        sys.exit(str(cause))  # one line and exit code 1, no traceback

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 from esgrpo.hooks.verl.v0_7_0.grouped_calls import ELSEWHERE, LATER, STATE
 
@@ -22,39 +20,34 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def _partial_run_agent_loop(self, *args, **kwargs):
-        import inspect
+async def around(call):
+    from esgrpo.hooks.verl.v0_7_0 import grouped_calls
 
-        from esgrpo.hooks.verl.v0_7_0 import followed_members, grouped_calls
-
-        group = grouped_calls.current.get()
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments["kwargs"]
-        output = given.get("output")
-        complete = output is not None and not output.extra_fields.get("is_cancel", False)
-        if group is None or complete:
-            return await original(self, *args, **kwargs)
-        return await followed_members.run_member(original, self, group, given, args, kwargs)
-
-    return _partial_run_agent_loop
+    group = grouped_calls.current.get()
+    given = call.arguments["kwargs"]
+    output = given.get("output")
+    complete = output is not None and not output.extra_fields.get("is_cancel", False)
+    if group is None or complete:
+        return await call()
+    return await run_member(call, group, given)
 
 
-async def run_member(original, worker, group: str, given: dict, args, kwargs):
+async def run_member(call, group: str, given: dict):
     import time
 
     from esgrpo import records
     from esgrpo.algo import rollout
     from esgrpo.hooks.verl.groups import rollout_driver
 
+    worker = call.owner
     driver = rollout_driver.of_worker(worker, worker.config.actor_rollout_ref.rollout.response_length)
     size = worker.config.actor_rollout_ref.rollout.n
     seat = rollout_driver.join(driver, group, size, prompt=driver.prompt(group, given.get("raw_prompt")),
-                             **_resumed(given))
+                               **_resumed(given))
     token = rollout_driver.current.set(seat)
     ending = {"failed": True}
     try:
-        output = await original(worker, *args, **kwargs)
+        output = await call()
         if output.extra_fields.get("is_cancel", False):
             output.extra_fields[STATE] = seat.response.state()
             ending = {"carried": True}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 from esgrpo.hooks.verl.v0_7_0.grouped_calls import ELSEWHERE, LATER
 from esgrpo.hooks.verl.v0_7_0.in_flight import ROLLOUTER
@@ -23,17 +21,12 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def _process_single_sample_streaming(self, *args, **kwargs):
-        import inspect
+async def around(call):
+    from esgrpo.hooks.verl.prompts import in_flight
 
-        from esgrpo.hooks.verl.prompts import in_flight
-
-        sample = inspect.signature(original).bind(self, *args, **kwargs).arguments["rollout_sample"]
-        result = await original(self, *args, **kwargs)
-        if not sample.agent_loop_output_list:  # else interrupted by a weight sync: it goes on later
-            in_flight.generated(self, sample)
-        return result
-
-    return _process_single_sample_streaming
+    rollouter = call.owner
+    sample = call.arguments["rollout_sample"]
+    result = await call()
+    if not sample.agent_loop_output_list:  # else interrupted by a weight sync: it goes on later
+        in_flight.generated(rollouter, sample)
+    return result

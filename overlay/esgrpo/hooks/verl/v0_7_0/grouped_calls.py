@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 
 from esgrpo.engine import Hook
 
@@ -26,25 +25,17 @@ STATE = "esgrpo_member"  # key in extra_fields under which an interrupted respon
 current: contextvars.ContextVar[str | None] = contextvars.ContextVar("esgrpo_partial_group", default=None)
 
 
-def build(original):
-    @functools.wraps(original)
-    async def generate_sequences_no_post(self, *args, **kwargs):
-        import inspect
-
-        from esgrpo.hooks.verl.v0_7_0 import grouped_calls
-
-        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        batch = arguments["batch"]
-        if batch.meta_info.get("validate", False):
-            return await original(self, *args, **kwargs)
-        group = grouped_calls.open_group(self, len(batch), arguments.get("partial_output_list"))
-        token = grouped_calls.current.set(group)  # inherited by the tasks that the original creates
-        try:
-            return await original(self, *args, **kwargs)
-        finally:
-            grouped_calls.current.reset(token)
-
-    return generate_sequences_no_post
+async def around(call):
+    worker = call.owner
+    batch = call.arguments["batch"]
+    if batch.meta_info.get("validate", False):
+        return await call()
+    group = open_group(worker, len(batch), call.arguments.get("partial_output_list"))
+    token = current.set(group)  # inherited by the tasks that the original creates
+    try:
+        return await call()
+    finally:
+        current.reset(token)
 
 
 def open_group(worker, size: int, outputs) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from esgrpo.engine import Hook
-from esgrpo.hooks.verl.prompts.in_flight import build as build
+from esgrpo.hooks.verl.prompts.in_flight import around as around
 from esgrpo.hooks.verl.v0_7_0.grouped_calls import ELSEWHERE, LATER
 
 ROLLOUTER = "recipe.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from esgrpo.engine import Hook
-from esgrpo.hooks.verl.prompts.in_flight_reissued import build as build
+from esgrpo.hooks.verl.prompts.in_flight_reissued import around as around
 from esgrpo.hooks.verl.v0_7_0.grouped_calls import ELSEWHERE, LATER
 from esgrpo.hooks.verl.v0_7_0.in_flight import ROLLOUTER
 

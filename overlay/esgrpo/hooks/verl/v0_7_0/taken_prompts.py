@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 from esgrpo.hooks.verl.v0_7_0.grouped_calls import ELSEWHERE, LATER
 
@@ -22,14 +20,11 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _get_samples_from_queue(self, *args, **kwargs):
-        from esgrpo.hooks.verl.prompts import trained_prompts
+def around(call):
+    from esgrpo.hooks.verl.prompts import trained_prompts
 
-        result = original(self, *args, **kwargs)
-        _epoch, batch = result
-        trained_prompts.taken(self, batch)
-        return result
-
-    return _get_samples_from_queue
+    trainer = call.owner
+    result = call()
+    _epoch, batch = result
+    trained_prompts.taken(trainer, batch)
+    return result

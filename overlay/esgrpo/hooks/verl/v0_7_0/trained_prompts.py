@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 from esgrpo.hooks.verl.v0_7_0.grouped_calls import ELSEWHERE, LATER
 from esgrpo.hooks.verl.v0_7_0.taken_prompts import TRAINER
@@ -23,17 +21,13 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _trigger_parameter_sync_after_step(self, *args, **kwargs):
-        from esgrpo.hooks.verl.prompts import trained_prompts
-        from esgrpo.hooks.verl.v0_7_0 import trained_prompts as partial_trained_prompts
+def around(call):
+    from esgrpo.hooks.verl.prompts import trained_prompts
 
-        if partial_trained_prompts.knows_rollouter(self):
-            trained_prompts.tell(self)
-        return original(self, *args, **kwargs)
-
-    return _trigger_parameter_sync_after_step
+    trainer = call.owner
+    if knows_rollouter(trainer):
+        trained_prompts.tell(trainer)
+    return call()
 
 
 def knows_rollouter(trainer) -> bool:

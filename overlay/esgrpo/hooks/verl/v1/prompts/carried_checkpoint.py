@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -21,14 +19,11 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _save_checkpoint(self, *args, **kwargs):
-        from esgrpo.hooks.verl.v1.prompts import drawn_prompts
-        from esgrpo.hooks.verl.v1.prompts.carried_groups import save
+def around(call):
+    from esgrpo.hooks.verl.v1.prompts import drawn_prompts
+    from esgrpo.hooks.verl.v1.prompts.carried_groups import save
 
-        save(self)
-        drawn_prompts.saved(self)
-        return original(self, *args, **kwargs)
-
-    return _save_checkpoint
+    trainer = call.owner
+    save(trainer)
+    drawn_prompts.saved(trainer)
+    return call()

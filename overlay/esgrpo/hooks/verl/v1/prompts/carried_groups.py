@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 
 from esgrpo.engine import Hook
@@ -29,28 +28,23 @@ STATE_FILE = "esgrpo_carry_over.json"
 PARTITION = "train"
 
 
-def build(original):
-    @functools.wraps(original)
-    def _step_once(self, *args, **kwargs):
-        import inspect
+def around(call):
+    from esgrpo.hooks.verl.metrics import trained_rows
+    from esgrpo.hooks.verl.prompts import in_flight
+    from esgrpo.hooks.verl.v1.prompts import drawn_prompts
+    from esgrpo.hooks.verl.v1.rows.queue_rows import group_of, real_keys
 
-        from esgrpo.hooks.verl.metrics import trained_rows
-        from esgrpo.hooks.verl.prompts import in_flight
-        from esgrpo.hooks.verl.v1.prompts import carried_groups, drawn_prompts
-        from esgrpo.hooks.verl.v1.rows.queue_rows import group_of, real_keys
-
-        metrics = inspect.signature(original).bind(self, *args, **kwargs).arguments["metrics"]
-        pool = carried_groups.pool_of(self)
-        batch = original(self, *args, **kwargs)
-        groups = {group_of(key) for key in real_keys(batch)}
-        trained_rows.begin(sorted(groups), self.global_steps)
-        drawn_prompts.note_surplus(self, groups)
-        if pool is not None:
-            metrics.update(carried_groups.settle(self, pool, batch, metrics))
-        metrics.update(in_flight.take_metrics(self))
-        return batch
-
-    return _step_once
+    trainer = call.owner
+    metrics = call.arguments["metrics"]
+    pool = pool_of(trainer)
+    batch = call()
+    groups = {group_of(key) for key in real_keys(batch)}
+    trained_rows.begin(sorted(groups), trainer.global_steps)
+    drawn_prompts.note_surplus(trainer, groups)
+    if pool is not None:
+        metrics.update(settle(trainer, pool, batch, metrics))
+    metrics.update(in_flight.take_metrics(trainer))
+    return batch
 
 
 def pool_of(trainer):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -21,16 +19,11 @@ HOOK = Hook(
 WAITING = ("pending", "running")  # of verl's status tag: groups that are generated again after a restart
 
 
-def build(original):
-    @functools.wraps(original)
-    def _next_train_batch(self, *args, **kwargs):
-        from esgrpo.hooks.verl.v1.prompts import drawn_prompts
-
-        batch = original(self, *args, **kwargs)
-        drawn_prompts.record(self, batch)
-        return batch
-
-    return _next_train_batch
+def around(call):
+    trainer = call.owner
+    batch = call()
+    record(trainer, batch)
+    return batch
 
 
 def record(trainer, batch) -> None:

@@ -6,8 +6,6 @@ own), and would replace failed groups for ever.
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -23,32 +21,25 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _evict_terminal_groups(self, *args, **kwargs):
-        import inspect
+def around(call):
+    from esgrpo import records
+    from esgrpo.algo.carry_over import remember
+    from esgrpo.algo.rows import Evicted
+    from esgrpo.hooks.verl import owned
 
-        from esgrpo import records
-        from esgrpo.algo.carry_over import remember
-        from esgrpo.algo.rows import Evicted
-        from esgrpo.hooks.verl import owned
-        from esgrpo.hooks.verl.v1.prompts import failed_groups
-
-        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        reasons = failed_groups.reasons_of(arguments["eviction_reasons"])
-        groups = owned.of(self, owned.Groups)
-        remember(groups.evicted, reasons)
-        partition = arguments["partition_id"]
-        if partition == failed_groups.TRAIN:
-            # the hook on the filter has recorded those that it replaced
-            for group in [group for group in reasons if not groups.judged.get(group)]:
-                records.write(Evicted(group=group, reason=reasons[group]))
-            failed_groups.count(self, arguments["global_steps"])
-        failed_groups.look(self, [group for group, why in reasons.items() if why == "failed"],
-                        self.finished_keys[partition])
-        return original(self, *args, **kwargs)
-
-    return _evict_terminal_groups
+    buffer = call.owner
+    reasons = reasons_of(call.arguments["eviction_reasons"])
+    groups = owned.of(buffer, owned.Groups)
+    remember(groups.evicted, reasons)
+    partition = call.arguments["partition_id"]
+    if partition == TRAIN:
+        # the hook on the filter has recorded those that it replaced
+        for group in [group for group in reasons if not groups.judged.get(group)]:
+            records.write(Evicted(group=group, reason=reasons[group]))
+        count(buffer, call.arguments["global_steps"])
+    look(buffer, [group for group, why in reasons.items() if why == "failed"],
+         buffer.finished_keys[partition])
+    return call()
 
 
 TRAIN = "train"

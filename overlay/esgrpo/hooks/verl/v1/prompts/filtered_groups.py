@@ -7,8 +7,6 @@ replaced then: the other prompt would begin when all others have nearly ended, a
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 _BUFFER = "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer"
@@ -32,22 +30,17 @@ TRAIN = "train"
 CANONICAL = "reward"  # the metric that is rm_scores; others are in reward_extra_info
 
 
-def build(original):
-    @functools.wraps(original)
-    def _dapo_filtered_keys(self, *args, **kwargs):
-        import inspect
-        from collections import Counter
+def around(call):
+    from collections import Counter
 
-        from esgrpo.hooks.verl.v1.prompts import filtered_groups
 
-        filtered, counts = original(self, *args, **kwargs)
-        partition = inspect.signature(original).bind(self, *args, **kwargs).arguments["partition_id"]
-        if self.filter_groups_metric is None:
-            return filtered | filtered_groups.foreseen(self, partition), counts
-        more = filtered_groups.without_gradient(self, partition)
-        return filtered | more.keys(), counts + Counter(more.values())
-
-    return _dapo_filtered_keys
+    buffer = call.owner
+    filtered, counts = call()
+    partition = call.arguments["partition_id"]
+    if buffer.filter_groups_metric is None:
+        return filtered | foreseen(buffer, partition), counts
+    more = without_gradient(buffer, partition)
+    return filtered | more.keys(), counts + Counter(more.values())
 
 
 def without_gradient(buffer, partition: str) -> dict[str, float]:

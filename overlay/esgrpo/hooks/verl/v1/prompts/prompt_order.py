@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
@@ -26,18 +24,10 @@ HOOK = Hook(
 SYNC = "sync"  # trainer.v1.trainer_mode
 
 
-def build(original):
-    @functools.wraps(original)
-    def _submit_batch_to_rollout(self, *args, **kwargs):
-        import inspect
-
-        from esgrpo.hooks.verl.v1.prompts.prompt_order import prepared
-
-        bound = inspect.signature(original).bind(self, *args, **kwargs)
-        bound.arguments["batch"] = prepared(self, bound.arguments["batch"])
-        return original(*bound.args, **bound.kwargs)
-
-    return _submit_batch_to_rollout
+def around(call):
+    trainer = call.owner
+    call.arguments["batch"] = prepared(trainer, call.arguments["batch"])
+    return call()
 
 
 def prepared(trainer, batch):

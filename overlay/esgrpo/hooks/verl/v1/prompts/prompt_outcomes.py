@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 _BUFFER = "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer"
@@ -29,18 +27,13 @@ REWARD = "rm_scores"
 KEY_TAIL = 2  # parts of a key after the uid: session and index
 
 
-def build(original):
-    @functools.wraps(original)
-    def _sync_metadata_from_transfer_queue(self, *args, **kwargs):
-        from esgrpo.hooks.verl.v1.prompts.prompt_outcomes import observe_finished
-
-        result = original(self, *args, **kwargs)
-        trainer = getattr(self.refill_fn, "__self__", None)  # verl hands the buffer a method of its trainer
-        if trainer is not None:
-            observe_finished(self, trainer)
-        return result
-
-    return _sync_metadata_from_transfer_queue
+def around(call):
+    buffer = call.owner
+    result = call()
+    trainer = getattr(buffer.refill_fn, "__self__", None)  # verl hands the buffer a method of its trainer
+    if trainer is not None:
+        observe_finished(buffer, trainer)
+    return result
 
 
 def observe_finished(buffer, trainer) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
@@ -22,13 +20,10 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _init_dataloader(self, *args, **kwargs):
-        from esgrpo.hooks.verl.prompts.prompt_order import with_prompt_order
+def around(call):
+    from esgrpo.hooks.verl.prompts.prompt_order import with_prompt_order
 
-        result = original(self, *args, **kwargs)
-        self.train_dataloader = with_prompt_order(self, self.train_dataloader, lambda: self.global_steps)
-        return result
-
-    return _init_dataloader
+    trainer = call.owner
+    result = call()
+    trainer.train_dataloader = with_prompt_order(trainer, trainer.train_dataloader, lambda: trainer.global_steps)
+    return result

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -19,13 +17,10 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _consume_sync_metrics(self, *args, **kwargs):
-        from esgrpo.hooks.verl.prompts.prompt_history import save
-        from esgrpo.hooks.verl.prompts.prompt_order import metrics_of
+def around(call):
+    from esgrpo.hooks.verl.prompts.prompt_history import save
+    from esgrpo.hooks.verl.prompts.prompt_order import metrics_of
 
-        save(self)
-        return {**original(self, *args, **kwargs), **metrics_of(self)}
-
-    return _consume_sync_metrics
+    trainer = call.owner
+    save(trainer)
+    return {**call(), **metrics_of(trainer)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 from esgrpo.errors import say
 
@@ -21,26 +19,19 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _reissue_inflight_prompts(self, *args, **kwargs):
-        import inspect
+def around(call):
+    from esgrpo.hooks.verl import owned
+    from esgrpo.hooks.verl.v1.prompts import drawn_prompts
 
-        from esgrpo.hooks.verl import owned
-        from esgrpo.hooks.verl.v1.prompts import drawn_prompts, reissued_groups
-
-        bound = inspect.signature(original).bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        partition = bound.arguments["partition_id"]
-        drawn_prompts.started(self, reissued_groups.tags_of(self, partition))
-        lost = reissued_groups.unfinished(self, partition)
-        result = original(self, *args, **kwargs)
-        if lost["groups"]:
-            reissued_groups.tell(lost)
-            owned.of(self, owned.Restarted).lost = lost
-        return result
-
-    return _reissue_inflight_prompts
+    trainer = call.owner
+    partition = call.argument("partition_id")
+    drawn_prompts.started(trainer, tags_of(trainer, partition))
+    lost = unfinished(trainer, partition)
+    result = call()
+    if lost["groups"]:
+        tell(lost)
+        owned.of(trainer, owned.Restarted).lost = lost
+    return result
 
 
 def tags_of(trainer, partition: str) -> dict[str, dict]:

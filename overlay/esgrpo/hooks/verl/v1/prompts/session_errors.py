@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -23,22 +21,13 @@ HOOK = Hook(
 TAG = "esgrpo_failed"  # {"error": class and message, "prompt": key, "words": how a user finds the prompt}
 
 
-def build(original):
-    @functools.wraps(original)
-    async def _run_agent_loop(self, *args, **kwargs):
-        import inspect
-
-        from esgrpo.hooks.verl.v1.prompts import session_errors
-
-        try:
-            return await original(self, *args, **kwargs)
-        except Exception as error:
-            arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-            if not arguments["trajectory"]["validate"]:
-                await session_errors.tell(arguments.get("kwargs", {}), error)
-            raise
-
-    return _run_agent_loop
+async def around(call):
+    try:
+        return await call()
+    except Exception as error:
+        if not call.arguments["trajectory"]["validate"]:
+            await tell(call.arguments.get("kwargs", {}), error)
+        raise
 
 
 async def tell(prompt: dict, error) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -20,33 +18,25 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def compute_advantage_for_multi_trajectories(*args, **kwargs):
-        import inspect
+def around(call):
+    from esgrpo.hooks.verl.v1.rows import keep_probabilities
+    from esgrpo.hooks.verl.v1.rows.queue_rows import final_keys
 
-        from esgrpo.hooks.verl.v1.rows import keep_probabilities
-        from esgrpo.hooks.verl.v1.rows.queue_rows import final_keys
-
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        keys = list(bound.arguments["batch_keys"])
-        keep_probabilities.add_column(bound.arguments["data"], keys)
-        final = final_keys(keys)
-        if bound.arguments["adv_estimator"] != "grpo_segment" or len(final) == len(keys):
-            return original(*bound.args, **bound.kwargs)
-        return of_final_outputs(original, bound, keys, final)
-
-    return compute_advantage_for_multi_trajectories
+    keys = list(call.arguments["batch_keys"])
+    keep_probabilities.add_column(call.arguments["data"], keys)
+    final = final_keys(keys)
+    if call.arguments["adv_estimator"] != "grpo_segment" or len(final) == len(keys):
+        return call()
+    return of_final_outputs(call, keys, final)
 
 
-def of_final_outputs(original, bound, keys, final):
+def of_final_outputs(call, keys, final):
     """Advantages of the final rows, given to every output of the same session under that output's own mask."""
     import torch
 
-    data = bound.arguments["data"]
+    data = call.arguments["data"]
     rows = {key: index for index, key in enumerate(keys)}
-    bound.arguments.update(data=data.select_idxs([rows[key] for key in final]), batch_keys=final)
-    part = original(*bound.args, **bound.kwargs)
+    part = call(data=data.select_idxs([rows[key] for key in final]), batch_keys=final)
     first = part.batch["response_mask"].argmax(dim=1)
     scores = part.batch["advantages"][torch.arange(len(final)), first]
     place = {key.rpartition("_")[0]: index for index, key in enumerate(final)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 
 from esgrpo.engine import Hook
 
@@ -23,25 +22,18 @@ _SUMMARIES: contextvars.ContextVar = contextvars.ContextVar("esgrpo_v1_summaries
 PADDING = {"keep_probability": 1.0, "pivot": None}  # a synthetic row of verl's, with an empty mask
 
 
-def build(original):
-    @functools.wraps(original)
-    def _compute_advantage(self, *args, **kwargs):
-        import inspect
+def around(call):
+    from esgrpo.hooks.verl.v1.rows.queue_rows import real_keys, with_summaries
 
-        from esgrpo.hooks.verl.v1.rows import keep_probabilities
-        from esgrpo.hooks.verl.v1.rows.queue_rows import real_keys, with_summaries
-
-        batch = inspect.signature(original).bind(self, *args, **kwargs).arguments["batch"]
-        real = real_keys(batch)
-        found = {row.key: row.extra_fields["esgrpo"] for row in with_summaries(real, batch.partition_id)}
-        padding = {key: keep_probabilities.PADDING for key in set(batch.keys) - set(real)}
-        token = keep_probabilities._SUMMARIES.set({**padding, **found})
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            keep_probabilities._SUMMARIES.reset(token)
-
-    return _compute_advantage
+    batch = call.arguments["batch"]
+    real = real_keys(batch)
+    found = {row.key: row.extra_fields["esgrpo"] for row in with_summaries(real, batch.partition_id)}
+    padding = {key: PADDING for key in set(batch.keys) - set(real)}
+    token = _SUMMARIES.set({**padding, **found})
+    try:
+        return call()
+    finally:
+        _SUMMARIES.reset(token)
 
 
 def add_column(data, keys) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -21,19 +19,12 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _balance_batch(self, *args, **kwargs):
-        import inspect
+def around(call):
+    from esgrpo import config
 
-        from esgrpo import config
-        from esgrpo.hooks.verl.v1.rows.masked_rows import mask
-
-        if config.current().prunes:
-            mask(inspect.signature(original).bind(self, *args, **kwargs).arguments["batch"])
-        return original(self, *args, **kwargs)
-
-    return _balance_batch
+    if config.current().prunes:
+        mask(call.arguments["batch"])
+    return call()
 
 
 def mask(batch) -> list[str]:

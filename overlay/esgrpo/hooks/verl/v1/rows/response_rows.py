@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -21,25 +19,20 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    async def _agent_loop_postprocess(self, *args, **kwargs):
-        import inspect
-        import time
+async def around(call):
+    import time
 
-        from esgrpo.algo import rollout
-        from esgrpo.hooks.verl.groups import rollout_driver
+    from esgrpo.algo import rollout
+    from esgrpo.hooks.verl.groups import rollout_driver
 
-        seat = rollout_driver.current.get()
-        output = inspect.signature(original).bind(self, *args, **kwargs).arguments["output"]
-        outputs = output if isinstance(output, list) else [output]
-        if seat is None or not outputs:  # validation, or a loop that gave nothing
-            return await original(self, *args, **kwargs)
-        row = rollout_driver.row_of(seat.on(rollout.Sealed, now=time.time()), seat.driver)
-        for each in outputs:  # every output of a session carries the session's row
-            rollout_driver.attach(each, row)
-        result = await original(self, *args, **kwargs)
-        seat.driver.rewards[seat.group, seat.number] = rollout_driver.reward_of(outputs[-1])
-        return result
-
-    return _agent_loop_postprocess
+    seat = rollout_driver.current.get()
+    output = call.arguments["output"]
+    outputs = output if isinstance(output, list) else [output]
+    if seat is None or not outputs:  # validation, or a loop that gave nothing
+        return await call()
+    row = rollout_driver.row_of(seat.on(rollout.Sealed, now=time.time()), seat.driver)
+    for each in outputs:  # every output of a session carries the session's row
+        rollout_driver.attach(each, row)
+    result = await call()
+    seat.driver.rewards[seat.group, seat.number] = rollout_driver.reward_of(outputs[-1])
+    return result

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -22,20 +20,12 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def _compute_metrics(self, *args, **kwargs):
-        import inspect
-
-        from esgrpo.hooks.verl.v1.rows.trained_rows import record
-
-        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        batch, metrics = arguments["batch"], arguments["metrics"]
-        result = original(self, *args, **kwargs)
-        metrics.update(record(self, batch))
-        return result
-
-    return _compute_metrics
+def around(call):
+    trainer = call.owner
+    batch, metrics = call.arguments["batch"], call.arguments["metrics"]
+    result = call()
+    metrics.update(record(trainer, batch))
+    return result
 
 
 def record(trainer, batch) -> dict[str, float]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -19,13 +17,10 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def init_agent_loop_manager(self):
-        from esgrpo.hooks.verl.run import reports
+def around(call):
+    from esgrpo.hooks.verl.run import reports
 
-        result = original(self)
-        reports.collect_and_check_v1(self)
-        return result
-
-    return init_agent_loop_manager
+    runner = call.owner
+    result = call()
+    reports.collect_and_check_v1(runner)
+    return result

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -18,21 +16,18 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def init(self, *args, **kwargs):
-        from esgrpo.hooks.verl.run import reports
+def around(call):
+    from esgrpo.hooks.verl.run import reports
 
-        synced = self.on_init_end
+    trainer = call.owner
+    synced = trainer.on_init_end
 
-        def on_init_end(*args, **kwargs):
-            reports.check_v1_trainer(self)
-            return synced(*args, **kwargs)
+    def on_init_end(*args, **kwargs):
+        reports.check_v1_trainer(trainer)
+        return synced(*args, **kwargs)
 
-        self.on_init_end = on_init_end  # shadows the method on this one instance
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            del self.on_init_end
-
-    return init
+    trainer.on_init_end = on_init_end  # shadows the method on this one instance
+    try:
+        return call()
+    finally:
+        del trainer.on_init_end

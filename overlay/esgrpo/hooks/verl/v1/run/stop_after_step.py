@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -20,22 +18,18 @@ HOOK = Hook(
 )
 
 
-def build(original):
-    @functools.wraps(original)
-    def step(self, *args, **kwargs):
-        from esgrpo.hooks.verl import owned
-        from esgrpo.hooks.verl.run import stop_request
-        from esgrpo.hooks.verl.v1.run import stop_after_step
+def around(call):
+    from esgrpo.hooks.verl import owned
+    from esgrpo.hooks.verl.run import stop_request
 
-        ending = owned.of(self, owned.Ending).error
-        if ending is not None:
-            raise ending
-        result = original(self, *args, **kwargs)
-        if stop_request.asked():
-            stop_after_step.save_now(self)
-        return result
-
-    return step
+    trainer = call.owner
+    ending = owned.of(trainer, owned.Ending).error
+    if ending is not None:
+        raise ending
+    result = call()
+    if stop_request.asked():
+        save_now(trainer)
+    return result
 
 
 def save_now(trainer) -> None:
