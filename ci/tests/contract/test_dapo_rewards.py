@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from esgrpo import config
+from esgrpo.call import Call
 
 pytest.importorskip("verl")
 
@@ -63,8 +64,8 @@ def group(worker, results, forecast=CERTAIN):
                                extra_fields={"reward_extra_info": result["reward_extra_info"]})
 
     async def all_of_them():
-        tasks = [asyncio.ensure_future(followed_members.run_member(loop, worker, worker.name, item, {}, forecast))
-                 for item in results]
+        calls = [Call(loop, (worker, *item), {}) for item in results]
+        tasks = [asyncio.ensure_future(followed_members.run_member(call, worker.name, forecast)) for call in calls]
         for tokens, _ in sorted(results, key=lambda item: item[0]):
             release[tokens].set()
             for _ in range(30):

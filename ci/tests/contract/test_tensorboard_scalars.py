@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from esgrpo import config
+from esgrpo.call import wrapped
 from esgrpo.hooks.verl.metrics import metric_prefix, trained_rows
 
 pytest.importorskip("verl")
@@ -62,7 +64,7 @@ def settings(monkeypatch):
 
 @pytest.mark.hook("metrics-keep-prefix", "trained-rows")
 def test_every_metric_is_a_scalar_under_its_own_name(tmp_path, monkeypatch):
-    metrics = metrics_of_a_step(metric_prefix.build, trained_rows.build)
+    metrics = metrics_of_a_step(*(partial(wrapped, code) for code in (metric_prefix, trained_rows)))
     ours = {name for name in metrics if "esgrpo/" in name}
     assert {"esgrpo/pois/log_kl_rollout_current", "esgrpo/waste/reprefill", "esgrpo/tail_ratio"} <= ours
     found = logged(tmp_path, monkeypatch, metrics)

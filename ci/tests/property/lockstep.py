@@ -31,7 +31,7 @@ from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.segments import CONTINUE, SegmentBook
 from esgrpo.algo.terms import Outcome
-from esgrpo.call import wrapped
+from esgrpo.call import Call, wrapped
 from esgrpo.hooks.verl.groups import followed_members as group_members
 from esgrpo.hooks.verl.groups import rollout_driver
 from esgrpo.hooks.verl.v0_7_0 import client_attempts, grouped_calls
@@ -354,8 +354,8 @@ async def _generate(world: World):
 async def _members(world: World, index: int, original) -> None:
     name = f"uid-{index}"
     world.index[name] = index
-    await asyncio.gather(*(group_members.run_member(original, world.worker, name, (world,), {}, world.forecasts[index])
-                           for _ in range(world.script.members)))
+    calls = [Call(original, (world.worker, world), {}) for _ in range(world.script.members)]
+    await asyncio.gather(*(group_members.run_member(call, name, world.forecasts[index]) for call in calls))
 
 
 async def _group_of_fully_async(world: World, index: int) -> None:

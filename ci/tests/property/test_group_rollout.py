@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from ci.tests.property.rollout_fakes import ResumingClient, TokenOutput
 from esgrpo import config
 from esgrpo.algo.segments import CONTINUE, PRUNE, SegmentBook
+from esgrpo.call import Call
 from esgrpo.hooks.verl import owned
 from esgrpo.hooks.verl.groups import followed_members, rollout_driver
 from esgrpo.hooks.verl.groups.masked_rows import mask_pruned
@@ -166,8 +167,8 @@ class World:
                                response_mask=torch.ones(1, BUDGET, dtype=torch.long))
 
     async def run(self):
-        tasks = [asyncio.ensure_future(followed_members.run_member(self.agent_loop, self.worker, group,
-                                                                (group, length, alphabet), {}))
+        tasks = [asyncio.ensure_future(followed_members.run_member(
+            Call(self.agent_loop, (self.worker, group, length, alphabet), {}), group))
                  for group, members in self.case["groups"].items() for length, alphabet in members]
         step = 0
         while not all(task.done() for task in tasks):

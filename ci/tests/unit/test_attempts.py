@@ -10,6 +10,7 @@ import pytest
 
 from ci.tests.property.rollout_fakes import ended, new_driver, seat_of
 from esgrpo.algo import rollout
+from esgrpo.call import Call
 from esgrpo.hooks.verl.groups import client_attempts, rollout_driver
 
 BUDGET = 1000
@@ -151,7 +152,7 @@ def run_attempts(outputs, budget, ask_after=None):
 
     client = SimpleNamespace()
     arguments = {"prompt_ids": [9], "sampling_params": {"max_tokens": budget}}
-    total = asyncio.run(client_attempts.generate_member(original, client, seat, ("r",), arguments))
+    total = asyncio.run(client_attempts.generate_member(Call(original, (client, "r"), arguments), seat))
     return total, ended(seat), budgets
 
 

@@ -17,6 +17,7 @@ from esgrpo.algo import audit
 from esgrpo.algo.group_pruning import Finished, GroupPruner
 from esgrpo.algo.segments import PRUNE, YIELD, SegmentBook
 from esgrpo.algo.terms import Rule
+from esgrpo.call import Call
 from esgrpo.config import Repetition
 from esgrpo.hooks.verl.groups import client_attempts
 from esgrpo.hooks.verl.run import config_rules
@@ -256,8 +257,8 @@ def generate(monkeypatch, keep_row: bool, seed: int):
         seat = seat_of(driver, size=4)
         original = lambda self, *, prompt_ids, sampling_params: server.generate(  # noqa: E731
             prompt_ids=prompt_ids, sampling_params=sampling_params)
-        output = await client_attempts.generate_member(
-            original, None, seat, (), {"prompt_ids": [1], "sampling_params": {"max_tokens": 1000}})
+        call = Call(original, (None,), {"prompt_ids": [1], "sampling_params": {"max_tokens": 1000}})
+        output = await client_attempts.generate_member(call, seat)
         return output, ended(seat, 0.0), driver.decisions
 
     return *asyncio.run(run()), server

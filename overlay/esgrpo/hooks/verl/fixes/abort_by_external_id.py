@@ -28,7 +28,7 @@ async def around(call):
         return {"aborted": False, "request_id": request_id, "error": f"Request {request_id} not found"}
     try:
         await server.engine.abort(request_id)
-        if call.argument("reset_prefix_cache"):
+        if call.arguments.get("reset_prefix_cache"):  # only where asked for; verl's default is True
             await server.clear_kv_cache()
     except Exception as error:  # the replica asks every server and takes the first that says yes
         return {"aborted": False, "request_id": request_id, "error": f"{type(error).__name__}: {error}"}
