@@ -32,7 +32,7 @@ DRIVER = """
 import functools, json, os, types
 import ray
 from esgrpo import config, engine
-from esgrpo.hooks.verl import tail_router
+from esgrpo.hooks.verl.server import tail_router
 from verl.workers.rollout.router import get_router_handle
 
 def build(original):

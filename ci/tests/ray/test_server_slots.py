@@ -26,9 +26,9 @@ from verl.workers.rollout import replica
 
 hooked = sys.argv[1] == "hooked"
 if hooked:
-    from esgrpo.hooks.verl import server_slots
-    server_slots.apply(replica)
-    assert server_slots.installed(replica)
+    from esgrpo.hooks.verl.server import control_slots
+    control_slots.apply(replica)
+    assert control_slots.installed(replica)
 
 class Server:
     def __init__(self):
