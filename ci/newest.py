@@ -89,22 +89,25 @@ def is_tested(upstream: str, version: str) -> bool:
 def hooks(upstream: str, version: str, say) -> Newest:
     verdicts = drift.compare(upstream, version, say)
     counts = Counter(verdict.state for verdict in verdicts)
-    bad = [verdict for verdict in verdicts if verdict.counts and verdict.state in (drift.CHANGED, drift.GONE)]
-    lines = [line for verdict in verdicts if verdict.state in (drift.CHANGED, drift.GONE, drift.MOVED)
+    bad = [verdict for verdict in verdicts if drift.needs_work([verdict])]
+    lines = [line for verdict in verdicts if verdict.state not in (drift.UNCHANGED, drift.NOT_NEEDED)
              for line in (f"{verdict.slug} {verdict.state}", *(f"    {line}" for line in verdict.lines))]
-    says = ", ".join(f"{counts[state]} {state}" for state in (drift.UNCHANGED, drift.MOVED, drift.CHANGED, drift.GONE,
-                                                              drift.NOT_NEEDED) if counts[state])
+    says = ", ".join(f"{counts[state]} {state}" for state in drift.STATES if counts[state])
     return Newest(upstream, version, is_tested(upstream, version), f"hooks: {says}",
                   [verdict.slug for verdict in bad], lines, LOST if bad else FINE)
 
 
 def ascend(version: str) -> Newest:
-    """vllm-ascend beside the vLLM whose number it has."""
+    """vllm-ascend beside the vLLM whose number it has: the classes driven, and which of them have another source."""
     beside = engine.public_version(version).partition(".post")[0]
     row = compat.Tested("contract", "", {"vllm": beside, "vllm-ascend": version})
     outcome = cells.KINDS[cells.kind_of(row)].run(row)
     ok = outcome.state == cells.PASS
-    says = f"its scheduler classes beside vLLM {beside}, {len(outcome.evidence)} cases: {outcome.state}"
+    verdicts, reference = drift.compare_ascend(version)
+    classes = [verdict for verdict in verdicts if ":" in verdict.slug]
+    changed = sum(drift.needs_work([verdict]) for verdict in classes)
+    says = (f"{len(classes)} scheduler classes, {changed} changed since {reference}; "
+            f"driven beside vLLM {beside}, {len(outcome.evidence)} cases: {outcome.state}")
     reasons = Counter(line.partition(": ")[2] for line in outcome.evidence)
     return Newest("vllm-ascend", version, is_tested("vllm-ascend", version), says,
                   [] if ok else [f"{count} cases: {reason}" for reason, count in reasons.most_common()],

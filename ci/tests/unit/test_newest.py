@@ -33,6 +33,8 @@ def index(monkeypatch, tmp_path):
         changed = drift.Verdict("a-hook", drift.CHANGED, ["- old", "+ new"])
         return [drift.Verdict("b-hook", drift.UNCHANGED), *([changed] if upstream == "verl" else [])]
 
+    monkeypatch.setattr(drift, "compare_ascend", lambda version, say=print: (
+        [drift.Verdict("up:New", drift.CHANGED), drift.Verdict("up:Old", drift.UNCHANGED)], "5.0"))
     outcome = cells.Outcome(cells.PASS, ["a case: ok"])
     monkeypatch.setattr(newest.subprocess, "run", run)
     monkeypatch.setattr(upstreams, "pip_command", lambda: ["pip"])
@@ -55,6 +57,7 @@ def test_a_release_without_a_wheel_is_said_and_the_one_before_is_looked_at(index
     assert newest.main(["vllm-ascend"]) == newest.FINE
     assert "vllm-ascend 6.0** (not in compat.toml)" in (said := capsys.readouterr().out)
     assert "6.0.post1 has no wheel to look at" in said and "beside vLLM 6.0" in said
+    assert "2 scheduler classes, 1 changed since 5.0" in said
     index.state, index.evidence = cells.FAIL, ["one case: no such name", "other case: no such name"]
     assert newest.main(["vllm-ascend"]) == newest.LOST
     assert newest.look("vllm-ascend", print).lost == ["2 cases: no such name"]
