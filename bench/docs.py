@@ -18,9 +18,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import gains
-from bench.common import hook_tables
-from bench.gains import CHINESE, ENGLISH
+from bench.common import gains, hook_tables
+from bench.common.gains import CHINESE, ENGLISH
 from esgrpo import cli, compat
 from esgrpo.config import Segment
 from esgrpo.tools import patchset

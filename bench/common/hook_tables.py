@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from bench.common import ROOT
-from bench.gains import CHINESE, ENGLISH
+from bench.common.gains import CHINESE, ENGLISH
 from esgrpo import compat, engine
 from esgrpo.algo.terms import Process
 from esgrpo.tools import drift

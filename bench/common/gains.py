@@ -1,0 +1,222 @@
+"""What the front page says was gained, computed from the records: the table of README.md and its figure.
+
+The words are those of gains.toml; every number in them is read from bench/results when the page is made, so that a
+record that changes makes the page stale (python -m bench.docs --check). Training runs are pooled where hardware, model,
+task, staleness and the overlay's switches are the same; ratios are within a pair of one seed and one record.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.common import ROOT
+from esgrpo import compat
+
+RESULTS = ROOT / "bench" / "results"
+# two H200s a run, 33 M parameters, staleness 2.0, token_outputs on in the overlay's arm
+TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
+CPU = ("ablation_search.json", "ablation_chain.json")
+CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
+BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
+GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
+ENGLISH, CHINESE = "en", "zh"
+DPI = 130
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One seed of one record: measures and curves of the plain and of the overlay's run."""
+
+    plain: dict
+    overlay: dict
+    curves: tuple[dict, dict] | None = None
+
+    def ratio(self, key: str) -> float:
+        return self.overlay[key] / self.plain[key]
+
+
+def training_pairs(names=TRAINING, plain: str = "plain", overlay: str = "overlay") -> list[Pair]:
+    """Pairs with both runs, over the records."""
+    found = []
+    for name in names:
+        record = json.loads((RESULTS / name).read_text())
+        ours, theirs = record["measures"][overlay], record["measures"][plain]
+        curves = record.get("curves", {})
+        for seed in theirs:
+            if seed in ours:
+                both = (curves[plain][seed], curves[overlay][seed]) if overlay in curves else None
+                found.append(Pair(theirs[seed], ours[seed], both))
+    return found
+
+
+def spread(values, digits: int = 2) -> str:
+    """Median [lowest, highest]."""
+    values = sorted(values)
+    return f"{statistics.median(values):.{digits}f} [{values[0]:.{digits}f}, {values[-1]:.{digits}f}]"
+
+
+def span(values, digits: int = 2) -> str:
+    values = sorted(values)
+    return f"{values[0]:.{digits}f} … {values[-1]:.{digits}f}"
+
+
+def _engine(name: str) -> dict[tuple, dict[str, dict]]:
+    """(cap, groups, time of the command, seed) -> policy -> run."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for line in (RESULTS / name).read_text().splitlines():
+        row = json.loads(line)
+        if row.get("kind") == "run":
+            found.setdefault((row["cap"], row["groups"], row["time"], row["seed"]), {})[row["policy"]] = row
+    return found
+
+
+def _against(other: str, names=BARRIER) -> list[float]:
+    """How many times as fast per update as another policy, for every command that played both."""
+    return [found[other]["s_per_update"] / found["es-grpo"]["s_per_update"]
+            for name in names for found in _engine(name).values() if {other, "es-grpo"} <= found.keys()]
+
+
+def _stale(policy: str) -> str:
+    """Share of rows that hold tokens of older weights."""
+    found = [one[policy]["versions_old"]["rows"]["share"] for name in CARRIED for one in _engine(name).values()]
+    return f"{min(found):.0%} … {max(found):.0%}"
+
+
+def _simulated(setting: str, policy: str = "es-grpo") -> dict:
+    record = json.loads((RESULTS / CARRY_OVER).read_text())
+    return next(row for row in record["sync"][setting] if row["policy"] == policy)["updates"]
+
+
+def _range(found: dict) -> str:
+    return f"{found['mean']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+
+
+def _grid() -> list[float]:
+    """Held-out reward at the end, less plain's: the median of every setting."""
+    head, *rows = json.loads((RESULTS / GRID).read_text())["table"]
+    at = head.index("held-out reward, end, less plain")
+    cells = [re.match(r"[+-]?[\d.]+", row[at]) for row in rows if row[head.index("arm")] != "plain"]
+    return [float(cell[0]) for cell in cells if cell]
+
+
+def _texts() -> dict:
+    return compat.toml(Path(__file__).with_suffix(".toml"))
+
+
+def numbers() -> dict[str, str]:
+    """Everything the table prints."""
+    pairs = training_pairs()
+    over = {key: [getattr(pair, side)[key] for pair in pairs] for side, key in (
+        ("overlay", "verl's step, weight sync, s"), ("overlay", "held-out reward, last"))}
+    plain = {key: [pair.plain[key] for pair in pairs] for key in (
+        "verl's step, weight sync, s", "waste reprefill", "held-out reward, last")}
+    math_, code = _simulated("24 updates, 4 replicas"), _simulated("24 updates, 4 replicas, code")
+    cpu = {name: [pair.ratio("effective tokens/s") for pair in training_pairs((name,), "off", "all")] for name in CPU}
+    grid = _grid()
+    return {
+        "pairs": str(len(pairs)), "effective": spread(pair.ratio("effective tokens/s") for pair in pairs),
+        "decoded": spread(pair.ratio("decoded tokens/s") for pair in pairs),
+        "sync": spread(over["verl's step, weight sync, s"]), "sync_plain": spread(plain["verl's step, weight sync, s"]),
+        "reprefill": f"{max(pair.overlay['waste reprefill'] for pair in pairs):.0%}",
+        "reprefill_plain": f"{min(plain['waste reprefill']):.0%} … {max(plain['waste reprefill']):.0%}",
+        "kept": f"{min(pair.overlay['requests kept per sync'] for pair in pairs):.0f} … "
+                f"{max(pair.overlay['requests kept per sync'] for pair in pairs):.0f}",
+        "reward": spread(over["held-out reward, last"]), "reward_plain": spread(plain["held-out reward, last"]),
+        "settings": str(len(grid)), "grid": f"{min(grid):+.3f} … {max(grid):+.3f}",
+        "search": spread(cpu[CPU[0]]), "chain": spread(cpu[CPU[1]]), "seeds": str(len(cpu[CPU[0]])),
+        "barrier": span(_against("verl")), "barrier_runs": str(len(_against("verl"))),
+        "april": spread(_against("april", CARRIED)), "own": spread(_against("colocate_async", CARRIED)),
+        "own_runs": str(len(_against("colocate_async", CARRIED))), "stale": _stale("es-grpo"),
+        "stale_own": _stale("colocate_async"), "async": spread(_against("verl", ASYNC)),
+        "async_runs": str(len(_against("verl", ASYNC))),
+        "simulated": _range(math_), "code": _range(code),
+    }
+
+
+def module_numbers() -> dict[str, str]:
+    """Of each module alone on a CPU, and what leaving it out costs in the simulator, in groups with gradient/s."""
+    record = json.loads((RESULTS / CPU[0]).read_text())["measures"]
+    alone = {arm.split()[-1]: spread(record[arm][seed]["effective tokens/s"] / record["off"][seed]["effective tokens/s"]
+                                     for seed in record[arm] if seed in record["off"])
+             for arm in ("A routing", "B soft", "C pruning", "C sampler", "D elastic", "keep")}
+    study = json.loads((RESULTS / "sim_study.json").read_text())["modules"]["async"]
+    simulated = {f"sim_{name}": f"{study[name]['brings']:+.2f}" for name in "ABCSD"}
+    sampling = json.loads((RESULTS / "prompt_sampling.json").read_text())["populations"]["mixed"]
+    shares = {f"share_{name}": f"{sampling[name]['gradient']['mean']:.2f}" for name in ("sampler", "uniform", "greso")}
+    losses = json.loads((RESULTS / "robustness_losses.json").read_text())["table"]
+    at = losses[0].index("held-out reward, end, less vanilla")
+    less = {row[1].replace(" ", "_"): row[at] for row in losses[1:]}
+    pairs = training_pairs()
+    cpu = "CPU of vLLM's server, us a token"
+    return {**alone, **simulated, **shares, **less,
+            "front": span([pair.overlay[cpu] for pair in pairs], 0),
+            "front_plain": span([pair.plain[cpu] for pair in pairs], 0)}
+
+
+def module_table(language: str) -> list[list[str]]:
+    """One row a module."""
+    found, texts = {**numbers(), **module_numbers()}, _texts()
+    return [texts["module_head"][language],
+            *([cell.format(**found) for cell in row[language]] for row in texts["module"])]
+
+
+def table(language: str, up: str = "") -> list[list[str]]:
+    """Rows of the table, the header first. `up`: how a page reaches the root of the repository."""
+    found, texts = numbers(), _texts()
+    rows = [texts["head"][language]]
+    for row in texts["gain"]:
+        links = "<br>".join(f"[{name}]({up}bench/results/{name})" for name in row["records"])
+        rows.append([*(cell.format(**found) for cell in row[language]), links])
+    return rows
+
+
+def cost_table(language: str, up: str = "../") -> list[list[str]]:
+    """What the overlay itself costs; median [95 % bootstrap]. `up` as in `table`."""
+    scheduler, startup = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("scheduler_cost", "startup"))
+    texts = _texts()
+
+    def row(text: str, cost: str, against: str, name: str) -> list[str]:
+        return [texts["cost"][text][language].format(requests=f"{scheduler['requests']:,}"), cost, against,
+                f"[{name}.json]({up}bench/results/{name}.json)"]
+
+    rows, arms = [texts["cost_head"][language]], scheduler["async"]["arms"]
+    step = f"{arms['plain']['microseconds_per_step']['median']:,.0f} µs"
+    for name in (name for name in arms if name in texts["cost"]):
+        own, (share, low, high) = (arms[name]["own_microseconds_per_step"]["median"],
+                                   (f"{arms[name]['own_over_upstream'][at]:.1%}" for at in ("median", "low", "high")))
+        rows.append(row(name, f"{own:.0f} µs, {share} [{low}, {high}]", step, "scheduler_cost"))
+    more = startup["overhead_ms"]
+    rows.append(row("startup", f"{more['median']:.1f} ms [{more['low']:.1f}, {more['high']:.1f}]",
+                    f"{startup['baseline_ms']:.0f} ms", "startup"))
+    return rows
+
+
+def draw(path: Path) -> None:
+    """Requests in the engine over time, and effective tokens/s of each pair, as PNG."""
+    from esgrpo.tools.report import plots
+
+    pairs = training_pairs()
+    names, shades = ("plain verl", "overlay"), (plots.GREY, plots.OUR_COLOURS[0])
+    with plots.drawing(1, 2, 2.7, gridspec_kw={"width_ratios": [2.4, 1]}) as ((left, right), _):
+        for side, (name, shade) in enumerate(zip(names, shades, strict=True)):
+            curves = [pair.curves[side]["running"] for pair in pairs]
+            for curve in curves:
+                left.plot(*zip(*curve, strict=True), lw=0.8, alpha=0.45, color=shade)
+            shared = sorted(set.intersection(*({at for at, _ in curve} for curve in curves)))
+            means = [statistics.mean(dict(map(tuple, curve))[at] for curve in curves) for at in shared]
+            left.plot(shared, means, lw=2.2, color=shade, label=f"{name}, mean of {len(pairs)} runs")
+        left.set(title="Requests that decode at the same time", xlabel="seconds of training", ylim=(0, None))
+        left.grid(axis="y")
+        left.legend(loc="lower left", bbox_to_anchor=(0.1, 0.0), handlelength=1.2)
+        for pair in pairs:
+            values = [one["effective tokens/s"] / 1000 for one in (pair.plain, pair.overlay)]
+            right.plot([0, 1], values, lw=0.8, color="#b9bdc6", zorder=1)
+            right.scatter([0, 1], values, s=22, c=shades, zorder=2)
+        right.set(title="Effective tokens/s, thousands", xticks=[0, 1], xticklabels=["plain", "overlay"],
+                  xlim=(-0.3, 1.3), ylim=(0, None))
+        right.grid(axis="y")
+        left.figure.savefig(path, dpi=DPI, facecolor="white", metadata={"Software": None})
