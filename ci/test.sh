@@ -20,8 +20,11 @@ fi
 # Cheap first, real runs last. The first group shares no Ray, and its engines have a core each: two processes, a file in
 # one of them. What is marked `long` (carry-over under colocate_async with its restart, two replicas, a reward function
 # that raises, an engine that is killed) runs in the cells of ci/matrix.sh only: no time for it here.
-"$PYTHON" -m pytest -q --durations=10 -m "not long" -n 2 --dist loadfile \
+"$PYTHON" -m pytest -q --durations=25 -m "not long" -n 2 --dist loadfile \
     ci/tests/unit ci/tests/property ci/tests/contract ci/tests/engine
-"$PYTHON" -m pytest -q --durations=15 -m "not long" ci/tests/ray ci/tests/e2e
+# A start of verl imports the same libraries in ten processes, one after another: two starts at a time share the cores.
+# The longest files come first.
+"$PYTHON" -m pytest -q --durations=15 -m "not long" -n 2 --dist loadfile \
+    ci/tests/e2e/test_elastic.py ci/tests/e2e/test_v1.py ci/tests/e2e/test_fully_async.py ci/tests/e2e ci/tests/ray
 say "matrix: patch sets and hook contracts on every pinned release"
 exec "$PYTHON" -m ci.matrix --fast
