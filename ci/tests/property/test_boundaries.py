@@ -150,6 +150,14 @@ def test_boundaries_are_counted_by_the_length_that_was_told():
         assert book.close("a", 255).boundaries == expected
 
 
+def test_the_last_token_of_a_response_that_ends_by_itself_ends_no_segment():
+    """Negative control: handed back or aborted there, it has one more."""
+    for by_itself, expected in ((True, 5), (False, 6)):
+        book = SegmentBook(Segment(enable=True, segment_length=16))
+        book.add("a", "g", 0, 0)
+        assert book.close("a", 96, by_itself).boundaries == expected
+
+
 @given(workloads())
 def test_a_look_without_an_event_is_paid_by_a_slot_that_made_no_token(workload):
     """Looks <= events + token slots that were left empty; nothing depends on how many responses run."""

@@ -373,8 +373,11 @@ class SegmentBook:
             item.spans.append([self.version, count - item.spanned])
             item.spanned = count
 
-    def close(self, key: Hashable, count: int) -> Tracked | None:
-        """The attempt ended after `count` tokens; returns what is known of it, or None when it was not tracked."""
+    def close(self, key: Hashable, count: int, by_itself: bool = False) -> Tracked | None:
+        """The attempt ended after `count` tokens; returns what is known of it, or None when it was not tracked.
+
+        `by_itself`: at its own end or at the budget; then its last token ends nothing but the response, no segment.
+        """
         item = self.tracked.pop(key, None)
         if item is None:
             return None
@@ -383,6 +386,6 @@ class SegmentBook:
         keys.discard(key)
         if not keys:
             del self._groups[item.group]
-        self.count_boundaries(item, count)
+        self.count_boundaries(item, count - by_itself)
         self._extend_spans(item, count)
         return item

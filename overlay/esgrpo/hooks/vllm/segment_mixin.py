@@ -186,7 +186,7 @@ class SegmentMixin:
 
     def _segment_payload(self, request, outcome: str, rule: str) -> dict | None:
         """Closes the book on a request; None when it is not, or no longer, tracked. msgpack-plain."""
-        item = self.segment_book.close(request.request_id, request.num_output_tokens)
+        item = self.segment_book.close(request.request_id, request.num_output_tokens, outcome == Outcome.FINISH)
         if item is None:
             return None
         self.segment_outcomes[f"{outcome}/{rule}" if rule else outcome] += 1
