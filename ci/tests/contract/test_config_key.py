@@ -116,8 +116,9 @@ def test_a_key_that_no_driver_has_read_is_refused(convert, release):
         assert "plain verl would train" in convert(release, code=1, ESGRPO_ENABLE="1").strip().splitlines()[-1]
     else:
         assert "goes on with plain verl" in convert(release, ESGRPO_ENABLE="1")["error"]
-    for way_out in ({"ESGRPO_STRICT": "0"}, GO_ON):
-        assert convert(release, ESGRPO_ENABLE="1", **way_out).get("error") is None
+    if release[0] == installed():  # the ways out are ours, not the release's
+        for way_out in ({"ESGRPO_STRICT": "0"}, GO_ON):
+            assert convert(release, ESGRPO_ENABLE="1", **way_out).get("error") is None
 
 
 @pytest.mark.parametrize("release", RELEASES, indirect=True)
