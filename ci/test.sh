@@ -17,11 +17,11 @@ say "lint"
 if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
-# Cheap first, real runs last. The first group shares no Ray, and its engines have a core each: two processes, a file in
-# one of them. What is marked `long` (carry-over under colocate_async with its restart, two replicas, a reward function
+# Real runs last. The first group shares no Ray, and its engines have a core each: two processes, a file in one of them;
+# the longest files come first, or one process waits for the other at the end. What is marked `long` (carry-over under colocate_async with its restart, two replicas, a reward function
 # that raises, an engine that is killed) runs in the cells of ci/matrix.sh only: no time for it here.
 "$PYTHON" -m pytest -q --durations=25 -m "not long" -n 2 --dist loadfile \
-    ci/tests/unit ci/tests/property ci/tests/contract ci/tests/engine
+    ci/tests/engine ci/tests/contract ci/tests/unit ci/tests/property
 # A start of verl imports the same libraries in ten processes, one after another: two starts at a time share the cores.
 # The longest files come first.
 "$PYTHON" -m pytest -q --durations=15 -m "not long" -n 2 --dist loadfile \
