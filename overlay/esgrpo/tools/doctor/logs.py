@@ -158,6 +158,9 @@ class _Reader:
         # numbers are left out where words are looked for: lines that differ in numbers alone are looked at once
         self.gates = {word: word.encode().translate(None, DIGITS) for word in self.words}
         self.seen: dict[bytes, tuple[str, ...]] = {}
+        # of each word the longest run without a blank, and in which of these a token was seen to be
+        self.cores = {word: max(gate.split(), key=len) for word, gate in self.gates.items()}
+        self.tokens: dict[bytes, tuple[str, ...]] = {}
         self.first: dict[str, Match] = {}
         self.counts: dict[str, tuple[int, int]] = {}  # last line and number of lines
         self.looked: dict[tuple[str, str], tuple[list[tuple[Signature, dict[str, str]]], int | None]] = {}
@@ -187,13 +190,28 @@ class _Reader:
     def _found(self, block: str) -> dict[int, tuple[str, ...]]:
         """Which lines of a batch need a look, and for which words."""
         shapes = block.encode("utf-8", "replace").translate(None, DIGITS).split(b"\n")
-        fresh = [shape for shape in set(shapes) if shape not in self.seen]
-        joined = b"\n".join(fresh)
-        here = [(word, gate) for word, gate in self.gates.items() if gate in joined]
+        here = set(shapes)
+        fresh = here.difference(self.seen)
         if len(self.seen) > SHAPES:
-            self.seen = {shape: self.seen[shape] for shape in set(shapes) if shape in self.seen}
-        self.seen.update({shape: tuple(word for word, gate in here if gate in shape) for shape in fresh})
+            self.seen = {shape: self.seen[shape] for shape in here - fresh}
+        self.seen.update(dict.fromkeys(fresh, ()))
+        for word in self._words_in(b"\n".join(fresh)):
+            gate = self.gates[word]
+            for shape in [shape for shape in fresh if gate in shape]:
+                self.seen[shape] += (word,)
         return {index: words for index, shape in enumerate(shapes) if (words := self.seen[shape])}
+
+    def _words_in(self, text: bytes) -> list[str]:
+        """Words that may be in a text, in their order. Few tokens of a batch are new, and only these are searched."""
+        if len(self.tokens) > SHAPES:
+            self.tokens = {}
+        tokens = set(text.split())
+        if new := tokens.difference(self.tokens):
+            joined = b"\n".join(new)
+            cores = [(word, core) for word, core in self.cores.items() if core in joined]
+            self.tokens.update((token, tuple(word for word, core in cores if core in token)) for token in new)
+        possible = set().union(*{self.tokens[token] for token in tokens})
+        return [word for word in self.gates if word in possible and self.gates[word] in text]
 
     def _line(self, number: int, line: str, words: Iterable[str], following: list[str]) -> None:
         who, level, text = signs.bare(line)
