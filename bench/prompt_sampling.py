@@ -10,6 +10,9 @@ probability 1 - max(p^c, 0.01) after c visits without gradient in a row; p of ea
 share of 0.25 without gradient, one third of them easy), `sampler` (algo/prompt_sampling.py on algo/history.py) and
 `thompson` (the same with VADE's sampled p). Outcomes come back after `--lag` further groups have started.
 
+What the texts of prompts are worth is tried in the first epoch, every prompt at most once, with prompts of which a text
+explains this or that share of the difficulty (`Texts`): `sampler` reads them (algo/prompt_prior.py), `blind` does not.
+
 How fast a taken prompt recovers is tried with other seeds than the ones that the comparison is made with. What it costs
 to train a prompt again soon is not modelled, so that the fastest recovery always looks best here, and `most often` says
 how the choice repeats itself: the setting in use is not the best one of this table.
@@ -30,6 +33,7 @@ from pathlib import Path
 
 from bench.common.provenance import commit
 from esgrpo import config
+from esgrpo.algo.prompt_prior import features_of
 from esgrpo.algo.prompt_sampling import RECOVERY_SHARE, PromptSampler, has_gradient
 
 SEEDS, TUNING_SEEDS = "0,1,2", "100,101,102"
@@ -37,6 +41,9 @@ RECOVERY_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the prompts, tried with the 
 MEASURES = {"gradient": "groups with gradient", "gain": "p(1-p)^2"}  # what arms are compared by
 RESPONSES = 8
 GROUPS_PER_VERSION = 16
+EXPLAINED = (0.0, 0.3, 0.6)  # shares of the variance of the starting log-odds, by the prompt's text
+TEXT_WORDS, WORDS_A_PROMPT, LARGEST_NUMBER = 200, 8, 4  # of the vocabulary; of a text; digits
+FIRST_EPOCH = 0.5  # share of the prompts that are rolled out there: the sampler can leave out the others
 LENGTH = 100  # tokens of every response: lengths play no part here
 # Log-odds of a correct response: mean and spread over prompts at the start, mean drift per weight version.
 POPULATIONS = {"mixed": (-0.5, 2.5, 0.004), "hard": (-3.0, 2.5, 0.004), "easy": (1.5, 2.5, 0.004),
@@ -47,13 +54,38 @@ DRIFT_SPREAD, NOISE = 0.004, 0.02
 LEAST_CHANCE, TARGET, EASY_PART, STEP, LOWEST, HIGHEST, INITIAL = 0.01, 0.25, 1 / 3, 0.01, 0.05, 0.95, 0.5
 
 
+class Texts:
+    """Texts of prompts, and what each says of its prompt's difficulty: mean 0 and variance 1 over prompts.
+
+    Source, words and the size of a number say a third each. Words are letters, so that no number hides in them."""
+
+    def __init__(self, prompts: int, rng: random.Random):
+        sources = [rng.gauss(0, 1) for _ in range(6)]
+        words = {"".join(rng.choices("abcdefghijklmnop", k=6)): rng.gauss(0, 1) for _ in range(TEXT_WORDS)}
+        self.texts, self.said = [], []
+        for _ in range(prompts):
+            source, chosen = rng.randrange(len(sources)), rng.sample(sorted(words), WORDS_A_PROMPT)
+            digits = rng.randint(1, LARGEST_NUMBER)
+            size = (digits - (1 + LARGEST_NUMBER) / 2) / math.sqrt((LARGEST_NUMBER ** 2 - 1) / 12)
+            said = sources[source] + sum(words[word] for word in chosen) / math.sqrt(WORDS_A_PROMPT) + size
+            self.texts.append((f"{' '.join(chosen)} {'7' * digits}?", f"source {source}"))
+            self.said.append(said)
+        mean, deviation = statistics.fmean(self.said), statistics.pstdev(self.said)
+        self.said = [(said - mean) / deviation for said in self.said]
+
+
 class Population:
     """Prompts whose difficulty drifts with the weight version, alike for every rule with the same seed."""
 
-    def __init__(self, prompts: int, seed: int, name: str = MIXED):
+    def __init__(self, prompts: int, seed: int, name: str = MIXED, explained: float = 0.0):
         start, spread, drift = POPULATIONS[name]
         self.rng = random.Random(f"population {seed}")
         self.odds = [self.rng.gauss(start, spread) for _ in range(prompts)]
+        self.texts = Texts(prompts, random.Random(f"texts {seed}")) if explained else None
+        if self.texts:
+            own = math.sqrt(1.0 - explained)
+            self.odds = [start + own * (odds - start) + math.sqrt(explained) * spread * said
+                         for odds, said in zip(self.odds, self.texts.said, strict=True)]
         self.pace = [self.rng.gauss(drift, DRIFT_SPREAD) for _ in range(prompts)]
 
     def step(self) -> None:
@@ -111,27 +143,34 @@ class Greso(Uniform):
 
 
 class Sampler:
-    def __init__(self, prompts: int, rng: random.Random, recovery_share: float = RECOVERY_SHARE, **settings):
+    def __init__(self, prompts: int, rng: random.Random, recovery_share: float = RECOVERY_SHARE,
+                 texts: Texts | None = None, **settings):
         from esgrpo.algo.history import PromptHistory
 
+        features = [features_of(*text) for text in texts.texts] if texts else [()] * prompts
         self.history = PromptHistory(config.History(enable=True))
         self.sampler = PromptSampler(config.Sampler(enable=True, **settings), self.history, rng, prompts, str,
-                                     RESPONSES)
+                                     RESPONSES, features.__getitem__)
         self.sampler.recovery = max(1.0, prompts * recovery_share)
         self.take = self.sampler.take
 
     def outcome(self, prompt: int, correct: list[bool], version: int) -> None:
-        self.history.observe(str(prompt), [LENGTH] * RESPONSES, correct, [False] * RESPONSES, version)
-        self.sampler.outcome(str(prompt), correct)
+        features = self.sampler.outcome(str(prompt), correct)
+        self.history.observe(str(prompt), [LENGTH] * RESPONSES, correct, [False] * RESPONSES, version, features)
 
 
 ARMS = {"uniform": Uniform, "greso": Greso, "thompson": partial(Sampler, choice="thompson"), "sampler": Sampler}
+FIRST_EPOCH_ARMS = {"uniform": Uniform, "blind": Sampler, "sampler": Sampler}
 
 
-def run(arm: str, prompts: int, groups: int, lag: int, seed: int, name: str = MIXED, **options) -> dict[str, float]:
+def run(arm: str, prompts: int, groups: int, lag: int, seed: int, name: str = MIXED, explained: float = 0.0,
+        **options) -> dict[str, float]:
     """One arm, one seed, one population; shares of the rolled-out groups."""
-    rng, population = random.Random(f"{arm} {seed}"), Population(prompts, seed, name)
-    rule, waiting, taken, useful, squares = ARMS[arm](prompts, rng, **options), deque(), Counter(), 0, 0.0
+    rng, population = random.Random(f"{arm} {seed}"), Population(prompts, seed, name, explained)
+    if population.texts and arm == "sampler":
+        options["texts"] = population.texts
+    rule = {**ARMS, **FIRST_EPOCH_ARMS}[arm](prompts, rng, **options)
+    waiting, taken, useful, squares = deque(), Counter(), 0, 0.0
     for number in range(groups):
         version = number // GROUPS_PER_VERSION
         if number and number % GROUPS_PER_VERSION == 0:
@@ -205,10 +244,19 @@ def main(argv: list[str] | None = None) -> int:
                   for share in RECOVERY_SHARES}
     for share, measures in recoveries.items():
         show(share, measures)
+    first = {}
+    for explained in EXPLAINED:
+        arms = first[str(explained)] = {
+            arm: summary([run(arm, options.prompts, round(FIRST_EPOCH * options.prompts), options.lag, seed,
+                              explained=explained) for seed in seeds]) for arm in FIRST_EPOCH_ARMS}
+        print(f"first epoch, texts explain {explained:.0%} of the difficulty")
+        for name, measures in arms.items():
+            show(name, measures)
     if options.json:
         command = shlex.join(["python", "-m", "bench.prompt_sampling", *(argv or sys.argv[1:])])
         result = {"simulated": True, "command": command, "commit": commit(), "seeds": seeds,
                   "responses": RESPONSES, "beats_greso": beats, "populations": found,
+                  "first_epoch": {"share": FIRST_EPOCH, "explained": first},
                   "recovery_share": {"in_use": RECOVERY_SHARE, "seeds": tuning, "tried": recoveries}}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")

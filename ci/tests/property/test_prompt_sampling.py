@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from esgrpo import config
+from esgrpo.algo.prompt_prior import PromptPrior
 from esgrpo.algo.prompt_sampling import (
     MOST_IN_AN_EPOCH,
     PromptSampler,
@@ -30,8 +31,9 @@ class Counts:
 
     def __init__(self, posteriors=None):
         self.seen = dict(posteriors or {})
+        self.texts = PromptPrior()
 
-    def posterior(self, key, version):
+    def posterior(self, key, version, features=()):
         return self.seen.get(key, (1.0, 1.0))
 
     def forecast(self, key, version):

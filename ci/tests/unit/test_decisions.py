@@ -117,13 +117,13 @@ def test_the_sampler_decides_once_candidates_differ():
     sampler = PromptSampler(settings.sampler, history, random.Random(0), 40, str, 8)
     for _ in range(3):
         sampler.take(0)
-    assert sampler.take_counts() == {"takes": 3, "unseen": 3, "chosen": 0}
+    assert sampler.take_counts() == {"takes": 3, "unseen": 3, "by_text": 0, "chosen": 0}
     for number in range(20):
         history.observe(str(number), [5] * 8, [True, False] * 4, [False] * 8, version=1)
     for _ in range(3):
         sampler.take(1)
     counts = sampler.take_counts()
-    assert counts["chosen"] == 3 and sampler.take_counts() == {"takes": 0, "unseen": 0, "chosen": 0}
+    assert counts["chosen"] == 3 and sampler.take_counts() == {"takes": 0, "unseen": 0, "by_text": 0, "chosen": 0}
 
 
 def test_without_text_is_counted_for_the_next_window():

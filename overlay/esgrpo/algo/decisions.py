@@ -147,7 +147,7 @@ def _why_sampler(run: Run) -> str:
     if not takes:
         return "no prompt was taken"
     if run.count("sampler/unseen") == takes:
-        return f"first epoch: none of {_plural(takes, 'prompt')} was seen before"
+        return f"first epoch: none of {_plural(takes, 'prompt')} was seen before, and their texts told nothing yet"
     return "no candidate promised more than another one"
 
 

@@ -4,7 +4,8 @@ RhymeRL (arXiv 2508.18588) orders by the historical mean length of a prompt, Tai
 of the variance of log-lengths explained by the prompt; VADE (2511.18902) keeps a decayed Beta posterior of correctness.
 Here lengths are a normal-inverse-gamma posterior over log-lengths around the running mean of all prompts, so that a
 prompt seen once gets a wide interval and a prompt never seen gets that of all. The prior of correctness is that of the
-prompts seen so far (correctness_prior.py). Pure; standard library only.
+prompts seen so far (correctness_prior.py), moved by the prompt's text once that is known to say something
+(prompt_prior.py). Pure; standard library only.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from esgrpo.algo.lengths import (
     expected_tokens,
     student,
 )
+from esgrpo.algo.prompt_prior import PromptPrior
 from esgrpo.algo.routing import BODY, length_class
 from esgrpo.algo.terms import Outcome
 from esgrpo.config import History, Routing
@@ -97,7 +99,7 @@ class PromptHistory:
     def __init__(self, settings: History, routing: Routing | None = None, budget: int = 0):
         """`budget`: longest possible response in tokens, 0 when unknown."""
         self.settings, self.routing, self.budget = settings, routing or Routing(), budget
-        self.lengths, self.correctness = LengthStatistics(), CorrectnessPrior()
+        self.lengths, self.correctness, self.texts = LengthStatistics(), CorrectnessPrior(), PromptPrior()
         self._prompts: OrderedDict[str, Entry] = OrderedDict()
         self._clock = 0
         self._offset: int | None = 0  # None: decided by the first version that is told
@@ -126,9 +128,9 @@ class PromptHistory:
         return entry.decayed(0.5 ** (max(0, now - entry.seen) / self.settings.half_life))
 
     def observe(self, key: str, lengths: Sequence[int], correct: Sequence[bool | None], capped: Sequence[bool],
-                version: int | None = None) -> None:
+                version: int | None = None, features: Sequence[int] = ()) -> None:
         """One visit: tokens of each response, whether it was correct (None: nobody knows), and whether its length is
-        only a lower bound. Raises ValueError when the three differ in length."""
+        only a lower bound. Raises ValueError when the three differ in length. `features` are of prompt_prior."""
         if not len(lengths) == len(correct) == len(capped):
             raise ValueError(f"{len(lengths)} lengths, {len(correct)} verdicts, {len(capped)} caps")
         now = self._advance(version)
@@ -143,6 +145,7 @@ class PromptHistory:
         right = sum(verdict is not None and bool(verdict) for verdict in correct)
         judged = sum(verdict is not None for verdict in correct)
         if key not in self._prompts:
+            self.texts.learn(features, right, judged, self.correctness)
             self.correctness.add(right, judged)
         self._prompts[key] = Entry(entry.lengths.joined(group), entry.correct + right, entry.wrong + judged - right,
                                    now)
@@ -174,12 +177,14 @@ class PromptHistory:
         shift = prior_weight * lengths.weight / weight * (lengths.mean - prior_mean) ** 2
         return mean, (PRIOR_DEGREES * within + lengths.squares + shift) / degrees, weight, degrees
 
-    def posterior(self, key: str, version: int | None = None) -> tuple[float, float]:
-        """Beta(alpha, beta) of P(correct) now."""
-        return self._correctness(self._entry(key, self._now(version)))
+    def posterior(self, key: str, version: int | None = None, features: Sequence[int] = ()) -> tuple[float, float]:
+        """Beta(alpha, beta) of P(correct) now; `features` of the prompt's text count once they are known to help."""
+        return self._correctness(self._entry(key, self._now(version)), features)
 
-    def _correctness(self, entry: Entry) -> tuple[float, float]:
-        alpha, beta = self.correctness.parameters()
+    def _correctness(self, entry: Entry, features: Sequence[int] = ()) -> tuple[float, float]:
+        trusted = bool(features) and self.texts.open
+        alpha, beta = (self.texts.parameters(features, self.correctness) if trusted else
+                       self.correctness.parameters())
         return alpha + entry.correct, beta + entry.wrong
 
     def forecast(self, key: str, version: int | None = None) -> dict:
@@ -224,7 +229,7 @@ class PromptHistory:
         prompts = {key: [*(round(x, DECIMALS) for x in (e.lengths.weight, e.lengths.mean, e.lengths.squares, e.correct,
                                                          e.wrong)), e.seen] for key, e in list(self._prompts.items())}
         return {"state_version": STATE_VERSION, "clock": self._clock, "lengths": self.lengths.to_state(),
-                "correctness": self.correctness.to_state(), "prompts": prompts}
+                "correctness": self.correctness.to_state(), "texts": self.texts.to_state(), "prompts": prompts}
 
     @classmethod
     def from_state(cls, settings: History, state: dict, routing: Routing | None = None,
@@ -239,6 +244,7 @@ class PromptHistory:
                 raise ValueError(f"clock {history._clock}")
             history.lengths = LengthStatistics.from_state(state["lengths"])
             history.correctness = CorrectnessPrior.from_state(state.get("correctness", ()))  # older states have none
+            history.texts = PromptPrior.from_state(state["texts"]) if "texts" in state else PromptPrior()
             for key, row in state["prompts"].items():
                 weight, mean, squares, correct, wrong = map(float, row[:-1])
                 entry = Entry(Moments(weight, mean, squares), correct, wrong, int(row[-1]))

@@ -1,14 +1,14 @@
 """Which prompt comes next: the one with the largest expected gradient among some that are drawn.
 
 A group whose responses all score the same has no advantage. VADE (arXiv 2511.18902) keeps Beta(alpha, beta) of
-P(correct) per prompt and takes the prompts with the largest gain p (1 - p)^2, which for binary rewards and
-un-normalised advantages is E[A^2; correct] and has its maximum at p = 1/3; it samples p (`choice=thompson`). Its decay
+P(correct) per prompt and takes the prompts with the largest gain p (1 - p)^2, which for binary rewards and un-
+normalised advantages is E[A^2; correct] and has its maximum at p = 1/3; it samples p (`choice=thompson`). Its decay
 equations and constants could not be read: the posterior comes decayed from the history, with constants of our own.
 
 Here the gain is its mean under the posterior (`choice=expected`): a sampled p of a prompt with few visits is mostly
-noise, and what a prior fitted to the data set says of it is not (bench.prompt_sampling). Selection alone would take the
-best prompts over and over, so a prompt that was taken rests, and after that counts for less until RECOVERY_SHARE of the
-data set's size have been taken after it. Pure: the random generator is injected.
+noise, and what a prior fitted to the data set and to prompts' texts says of it is not (bench.prompt_sampling).
+Selection alone would take the best prompts over and over, so a prompt that was taken rests, and after that counts for
+less until RECOVERY_SHARE of the data set's size have been taken after it. Pure: the random generator is injected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 REST_SHARE = 0.1  # of the prompts: however good a prompt is, so many others come before it comes again
 RECOVERY_SHARE = 0.75  # of the prompts: a longer one repeats less and finds less gradient (bench.prompt_sampling)
@@ -59,8 +59,9 @@ def has_gradient(correct: Iterable) -> bool:
 class PromptSampler:
     """Draws prompts, numbered 0 to prompts - 1, one at a time and only when asked: no look-ahead of its own.
 
-    `history` answers posterior(key, version) -> (alpha, beta) and forecast(key, version) -> {"known": bool, ...};
-    `key_of(number)` is the prompt's key in it. `settings` is config.Sampler. `responses` is the size of a group.
+    `history` answers posterior(key, version, features) -> (alpha, beta), forecast(key, version) -> {"known": bool, ...}
+    and texts.open; `key_of(number)` is the prompt's key in it, `features_of(number)` what prompt_prior makes of its
+    text, empty for nothing. `settings` is config.Sampler. `responses` is the size of a group.
 
     Invariants: every prompt is either eligible or resting; among any `prompts` takes in a row, none stands more than
     MOST_IN_AN_EPOCH times; every eligible prompt is the next one with probability of at least
@@ -69,11 +70,11 @@ class PromptSampler:
     """
 
     def __init__(self, settings, history, rng: random.Random, prompts: int, key_of: Callable[[int], str],
-                 responses: int):
+                 responses: int, features_of: Callable[[int], Sequence[int]] = lambda number: ()):
         if prompts < 1:
             raise ValueError(f"{prompts} prompts, wanted at least 1")
         self.settings, self.history, self.rng = settings, history, rng
-        self.prompts, self.key_of, self.responses = prompts, key_of, responses
+        self.prompts, self.key_of, self.responses, self.features_of = prompts, key_of, responses, features_of
         self.rest, self.recovery = int(prompts * REST_SHARE), max(1.0, prompts * RECOVERY_SHARE)
         self.eligible = list(range(prompts))
         self.resting: deque[int] = deque()
@@ -81,7 +82,7 @@ class PromptSampler:
         self._recent: deque[int] = deque()  # the last `prompts` takes
         self._counts: Counter[int] = Counter()  # of what stands in _recent
         self._unseen: deque[bool] = deque(maxlen=REPORT_WINDOW)
-        self._waiting: dict[str, float] = {}  # key -> expected share; at most one entry a prompt
+        self._waiting: dict[str, tuple[float, Sequence[int]]] = {}  # key -> expected share, features; one a prompt
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=REPORT_WINDOW)
         self._tally: Counter[str] = Counter()  # since `take_counts`
 
@@ -110,7 +111,7 @@ class PromptSampler:
         worths, known = {}, set()
         for place in self._candidates():
             number = self.eligible[place]
-            alpha, beta = self.history.posterior(self.key_of(number), version)
+            alpha, beta = self.history.posterior(self.key_of(number), version, self.features_of(number))
             last = self._last[number]
             recovered = 1.0 if last == NEVER else min(1.0, (self.taken - last) / self.recovery)
             expected = self.settings.choice == EXPECTED
@@ -133,20 +134,24 @@ class PromptSampler:
                 del self._counts[old]
         unseen = not self.history.forecast(key, version)["known"]
         self._unseen.append(unseen)
-        self._tally.update(takes=1, unseen=int(unseen))
-        self._waiting[key] = gradient_probability(*self.history.posterior(key, version), self.responses)
+        self._tally.update(takes=1, unseen=int(unseen), by_text=int(unseen and self.history.texts.open))
+        features = self.features_of(number)
+        posterior = self.history.posterior(key, version, features)
+        self._waiting[key] = gradient_probability(*posterior, self.responses), features
 
-    def outcome(self, key: str, correct: Iterable) -> None:
-        """A group of this prompt ended; `correct` has one entry per response, None where it is unknown."""
-        expected = self._waiting.pop(key, None)
+    def outcome(self, key: str, correct: Iterable) -> Sequence[int]:
+        """A group of this prompt ended; `correct` has one entry per response, None where it is unknown. Returns the
+        features of the prompt, for the history; empty for a prompt that was not taken here."""
+        expected, features = self._waiting.pop(key, (None, ()))
         if expected is not None:
             self._outcomes.append((expected, has_gradient(correct)))
+        return features
 
     def take_counts(self) -> dict[str, int]:
-        """Since the last call: takes, those of prompts without history, and those that were chosen: the candidates
-        differed in what is known of them."""
+        """Since the last call: takes, those of prompts without history, those of them whose text was known to say
+        something, and those that were chosen: the candidates differed in what is known of them."""
         counts, self._tally = self._tally, Counter()
-        return {name: counts[name] for name in ("takes", "unseen", "chosen")}
+        return {name: counts[name] for name in ("takes", "unseen", "by_text", "chosen")}
 
     def metrics(self) -> dict[str, float]:
         """Shares in [0, 1]. Expected and realised are of the same groups: those whose outcome came back.

@@ -44,15 +44,26 @@ class PromptOrder:
         settings = config.current()
         history = history_of(self.owner)
         sampler = PromptSampler(settings.sampler, history, random.Random(f"prompts {settings.seed}"),
-                                len(self.dataset), functools.cache(self.key_of),
-                                self.owner.config.actor_rollout_ref.rollout.n)
+                                len(self.dataset), lambda number: self.facts_of(number)[0],
+                                self.owner.config.actor_rollout_ref.rollout.n,
+                                lambda number: self.facts_of(number)[1])
         _listen(history, sampler)
         return sampler
 
-    def key_of(self, number: int) -> str:
+    @functools.cached_property
+    def facts_of(self):
+        """Of a prompt's number: its key in the history, and the features of its text. A row is read once: a data set
+        makes it anew every time."""
         from esgrpo.algo.history import prompt_key
+        from esgrpo.algo.prompt_prior import features_of
 
-        return prompt_key(self.dataset[number]["raw_prompt"])
+        @functools.cache
+        def facts(number: int):
+            row = self.dataset[number]
+            text = "\n".join(str(message.get("content", "")) for message in row["raw_prompt"])
+            return prompt_key(row["raw_prompt"]), features_of(text, str(row.get("data_source", "")))
+
+        return facts
 
     def restore(self, state: dict) -> None:
 
@@ -107,8 +118,8 @@ def _listen(history, sampler) -> None:
     @functools.wraps(observe)
     def observed(*args, **kwargs):
         arguments = inspect.signature(observe).bind(*args, **kwargs).arguments
-        sampler.outcome(arguments["key"], arguments["correct"])
-        return observe(*args, **kwargs)
+        features = sampler.outcome(arguments["key"], arguments["correct"])
+        return observe(**{**arguments, "features": features})
 
     history.observe = observed  # shadows the method on this one instance
 
