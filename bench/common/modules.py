@@ -35,4 +35,25 @@ def arms(segment_length: int) -> dict[str, list[str]]:
     }
 
 
+# Arm -> what takes one module out of `all`. Keeping requests at a sync is what segments do by themselves: `history` and
+# `prune` act at their boundaries, so segments alone cannot be taken out.
+LEFT_OUT = {
+    "all without routing": ("routing.enable=False",),
+    "all without keep": ("sync.requests=abort",),
+    "all without loops": ("prune.repetition.enable=False",),
+    "all without resolved": ("prune.resolved.enable=False",),
+    "all without elastic": ("elastic.enable=False",),
+    "all without token outputs": ("token_outputs=False",),
+}
+
+
+def with_left_out(segment_length: int) -> dict[str, list[str]]:
+    """`arms`, and `all` without one module each."""
+    found = arms(segment_length)
+    for name, off in LEFT_OUT.items():
+        keys = {line.partition("=")[0] for line in switches(*off)}
+        found[name] = [line for line in found["all"] if line.partition("=")[0] not in keys] + switches(*off)
+    return found
+
+
 ARMS = arms(SEGMENT_LENGTH)

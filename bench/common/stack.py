@@ -32,7 +32,7 @@ _FP32 = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
 _VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 _COMMON = [
-    f"trainer.device={DEVICE}", "trainer.nnodes=1", "trainer.n_gpus_per_node=1",
+    f"trainer.device={DEVICE}", "trainer.nnodes=1",
     "actor_rollout_ref.model.use_remove_padding=False",  # needs flash attention
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
@@ -66,8 +66,9 @@ _CHECKPOINT_ENGINE = {"cpu": "cpu_zmq", "cuda": "nccl"}[DEVICE]
 _RAY_GPUS = {"cpu": ["+ray_kwargs.ray_init.num_gpus={}"], "cuda": []}[DEVICE]  # logical ones: verl asks Ray for GPUs
 
 
-def _machine(gpus: int) -> list[str]:
-    return [*_COMMON, *_OF_DEVICE[DEVICE], *[line.format(gpus) for line in _RAY_GPUS]]
+def _machine(replicas: int, trainers: int = 1) -> list[str]:
+    return [*_COMMON, *_OF_DEVICE[DEVICE], f"trainer.n_gpus_per_node={trainers}",
+            *[line.format(trainers + replicas) for line in _RAY_GPUS]]
 
 
 def _task(model, train_file, val_file, reward_file, run_dir, prompt_length, response_length, group_size, mini_batch,
@@ -94,14 +95,15 @@ def _task(model, train_file, val_file, reward_file, run_dir, prompt_length, resp
 def fully_async(model: str, train_file: str, val_file: str, reward_file: str, run_dir: str, *,
                 prompt_length: int = 64, response_length: int = 512, group_size: int = 8, mini_batch: int = 8,
                 rollout_steps: int = 1_000_000, staleness: float = 0.5, sync_every: int = 1, concurrent: int = 8,
-                learning_rate: float = 3e-4, max_num_seqs: int = 64, replicas: int = 1) -> list[str]:
-    """Overrides of verl's fully-async GRPO: one trainer, `replicas` standalone rollout replicas.
+                learning_rate: float = 3e-4, max_num_seqs: int = 64, replicas: int = 1,
+                trainers: int = 1) -> list[str]:
+    """Overrides of verl's fully-async GRPO: a trainer on `trainers` GPUs, `replicas` standalone rollout replicas.
 
     Lengths are tokens, `mini_batch`, `concurrent` and `rollout_steps` are prompts (groups of `group_size` responses).
     """
     rollout = "actor_rollout_ref.rollout"
     return [
-        *_machine(1 + replicas), "actor_rollout_ref.hybrid_engine=False",
+        *_machine(replicas, trainers), "actor_rollout_ref.hybrid_engine=False",
         f"{rollout}.checkpoint_engine.backend={_CHECKPOINT_ENGINE}",
         *_task(model, train_file, val_file, reward_file, run_dir, prompt_length, response_length, group_size,
                mini_batch, learning_rate, max_num_seqs),
@@ -117,8 +119,8 @@ def fully_async(model: str, train_file: str, val_file: str, reward_file: str, ru
 def v1(mode: str, model: str, train_file: str, val_file: str, reward_file: str, run_dir: str, *,
        prompt_length: int = 64, response_length: int = 512, group_size: int = 8, mini_batch: int = 8,
        steps: int = 1_000_000, sync_every: int = 1, warmup: float = 1.0, off_policy: int = 8, strategy: str = "drop",
-       learning_rate: float = 3e-4, max_num_seqs: int = 64) -> list[str]:
-    """Overrides of verl's v1 trainers; `mode` is sync, colocate_async or separate_async (one standalone replica).
+       learning_rate: float = 3e-4, max_num_seqs: int = 64, replicas: int = 1, trainers: int = 1) -> list[str]:
+    """Overrides of verl's v1 trainers; `mode` is sync, colocate_async or separate_async (`replicas` standalone ones).
 
     Lengths are tokens, `mini_batch` is prompts (groups of `group_size` responses), `steps` and `off_policy` are weight
     versions, `sync_every` is optimiser steps per weight version, `warmup` is batches in flight before the first step.
@@ -129,13 +131,13 @@ def v1(mode: str, model: str, train_file: str, val_file: str, reward_file: str, 
         "colocate_async": [f"trainer.v1.colocate_async.num_warmup_batches={warmup}"],
         "separate_async": [
             "actor_rollout_ref.hybrid_engine=False", f"{rollout}.nnodes=1",
-            f"{rollout}.n_gpus_per_node=1", f"{rollout}.checkpoint_engine.backend={_CHECKPOINT_ENGINE}",
+            f"{rollout}.n_gpus_per_node={replicas}", f"{rollout}.checkpoint_engine.backend={_CHECKPOINT_ENGINE}",
             f"trainer.v1.separate_async.num_warmup_batches={warmup}",
             f"trainer.v1.separate_async.parameter_sync_step={sync_every}"],
     }
     batch = mini_batch * (sync_every if mode == "separate_async" else 1)
     return [
-        *_machine(2 if mode == "separate_async" else 1), *modes[mode],
+        *_machine(replicas if mode == "separate_async" else 0, trainers), *modes[mode],
         "trainer.use_v1=True", f"trainer.v1.trainer_mode={mode}",
         f"trainer.v1.sampler.max_off_policy_threshold={off_policy}",
         f"trainer.v1.sampler.max_off_policy_strategy={strategy}",
@@ -148,11 +150,11 @@ def v1(mode: str, model: str, train_file: str, val_file: str, reward_file: str, 
 
 
 def common_overrides(data: Path, seed: int, *, model: Path = TESTBED / "model", test_every: int = 5,
-                     trainer=fully_async, **sizes) -> list[str]:
+                     trainer=fully_async, reward: Path = TESTBED / "reward.py", **sizes) -> list[str]:
     """Of every arm; `sizes` are those of `trainer`, fully_async or v1."""
     return [
         *trainer(model=str(model), train_file=str(data / "train.parquet"), val_file=str(data / "val.parquet"),
-                 reward_file=str(TESTBED / "reward.py"), run_dir="RUN_DIR", **sizes),
+                 reward_file=str(reward), run_dir="RUN_DIR", **sizes),
         f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=True", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
         "trainer.val_before_train=True", f"trainer.test_freq={test_every}", 'trainer.logger=["console","file"]',

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.common import ROOT, arm, compare, stack
@@ -29,8 +30,8 @@ STEP_PARTS = {"": "step", ", wait for samples": "gen", ", update": "update_actor
 WASTES = ("pruned", "zero_variance", "stale", "reprefill")
 
 
-def measures(run_dir: Path, result: compare.Result) -> dict[str, float | None]:
-    """The numbers of one run; None where the arm has no such thing."""
+def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = ()) -> dict[str, float | None]:
+    """The numbers of one run; None where the arm has no such thing. `targets` come beside the result's own."""
     metrics = [json.loads(line)["data"] for line in (run_dir / "metrics-timed.jsonl").read_text().splitlines()]
 
     def last(key):
@@ -56,6 +57,8 @@ def measures(run_dir: Path, result: compare.Result) -> dict[str, float | None]:
         if AGENT_LOOP in cpu else None,
         "time to target, s": result.time_to_target,
         "samples to target": result.samples_to_target,
+        **compare.races(result, targets),
+        "held-out reward, first": result.evaluations[0][1] if result.evaluations else None,
         "held-out reward, last": result.evaluations[-1][1] if result.evaluations else None,
         **{f"waste {cause}": result.balance[cause] / spent for cause in WASTES},
         "false-prune rate": last("esgrpo/prune/false_rate"),
@@ -63,7 +66,18 @@ def measures(run_dir: Path, result: compare.Result) -> dict[str, float | None]:
         "requests kept per sync": statistics.mean(kept) if kept else None,
         "requests moved": sum(moved) if moved else None,
         "tail ratio": result.tail_ratio,
+        "responses": result.responses,
+        "optimiser steps": result.steps,
+        **{f"decisions: {row.module}": row.decided for row in result.modules if row.on},
     }
+
+
+def add_equal_samples(found: dict[str, dict[int, dict]], curves: dict[str, dict[int, dict]]) -> None:
+    """Adds to the measures of every run its held-out reward after as many samples as all arms of its seed had."""
+    for seed in {seed for seeds in curves.values() for seed in seeds}:
+        points = {name: seeds[seed].get("by_samples", []) for name, seeds in curves.items() if seed in seeds}
+        for name, reward in compare.at_equal_samples(points).items():
+            found[name][seed]["held-out reward, equal samples"] = reward
 
 
 def table(found: dict[str, dict[int, dict]]) -> list[list[str]]:
@@ -99,14 +113,21 @@ def prepare_data(seeds: list[int], options) -> None:
             partial.rename(data_of(seed, options))  # whole or not there at all
 
 
-def run_one(label: str, overrides: list[str], run_dir: Path, budget: float, target: float,
-            say=say) -> tuple[dict, dict]:
-    """Measures and curves of a run of fully-async training, which is made unless it was made before."""
+def run_one(label: str, overrides: list[str], run_dir: Path, budget: float, target: float, say=say, *,
+            targets: Sequence[float] = (), main: str = stack.FULLY_ASYNC,
+            brought: dict[str, Path] | None = None) -> tuple[dict, dict]:
+    """Measures and curves of a run of `main`, which is made unless it was made before.
+
+    brought: name in the run directory -> a file that is copied there before the run begins.
+    """
     if not is_done(run_dir / "arm.json", overrides):
         shutil.rmtree(run_dir, ignore_errors=True)
-        arm.run(label, overrides, run_dir, ROOT / "overlay", budget_s=budget, say=say)
+        run_dir.mkdir(parents=True)
+        for name, source in (brought or {}).items():
+            shutil.copy(source, run_dir / name)
+        arm.run(label, overrides, run_dir, ROOT / "overlay", budget_s=budget, main=main, say=say)
     result = compare.load(run_dir, target)
-    return measures(run_dir, result), result.curves
+    return measures(run_dir, result, targets), result.curves
 
 
 def run_side_by_side(pairs: list[tuple[str, int]], options, command) -> None:
@@ -141,10 +162,11 @@ def device(options) -> str:
         return f"{platform.machine()}, {cpu_model()}, {options.cores} cores a run"
     import torch
 
-    return f"{torch.cuda.get_device_name()}, two a run, {options.cores} cores a run"
+    return f"{torch.cuda.get_device_name()}, {1 + options.replicas} a run, {options.cores} cores a run"
 
 
 def report(found, curves, failed: list[str], options, arms: dict[str, list[str]] = ARMS) -> int:
+    add_equal_samples(found, curves)
     rows = table({name: seeds for name, seeds in found.items() if seeds})
     notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
