@@ -1,6 +1,7 @@
 """An arm of a training comparison with values of its own, so that a baseline can be tuned.
 
-`plain staleness=4 workers=8` is plain with these two. A value that an arm does not name is that of the comparison, the same for all of its arms.
+`plain staleness=4 workers=8` is plain with these two. A value that an arm does not name is that of the comparison, the
+same for all of its arms.
 """
 
 from __future__ import annotations
