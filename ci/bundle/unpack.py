@@ -1,8 +1,9 @@
 """Unpacks the offline bundle beside this file: python unpack.py DEST [--parts DIR]
 
-Verifies each part, unpacks all of them into DEST/site and DEST/esgrpo, compiles byte code on all cores, and says how
-to run. Run it again after a part was missing or damaged: verified parts are not read twice, and a finished DEST is
-left alone. A DEST/site or DEST/esgrpo that it did not make is never touched. Needs the host's Python only.
+Verifies each part, unpacks all of them into DEST/site, DEST/esgrpo and DEST/wheels, compiles byte code on all cores,
+and says how to run. Run it again after a part was missing or damaged: verified parts are not read twice, and a finished
+DEST is left alone. A DEST/site, DEST/esgrpo or DEST/wheels that it did not make is never touched. Needs the host's
+Python only.
 """
 
 import argparse
@@ -11,13 +12,14 @@ import hashlib
 import json
 import lzma
 import os
+import shlex
 import shutil
 import sys
 import tarfile
 from pathlib import Path
 
 DONE, BEGUN = ".bundle-unpacked", ".bundle-begun"
-MADE = ("site", "esgrpo")  # what an unpacking makes, and may delete if an earlier one made it
+MADE = ("site", "esgrpo", "wheels")  # what an unpacking makes, and may delete if an earlier one made it
 
 
 def fail(found, wanted, todo):
@@ -108,6 +110,8 @@ def main():
     path = os.pathsep.join(str(dest / name) for name in ("esgrpo/overlay", "esgrpo", "site"))
     print(f"export PYTHONPATH={path} VLLM_USE_FLASHINFER_SAMPLER=0")
     print("python -m esgrpo doctor   # what is still missing here")
+    if (dest / "wheels").is_dir():
+        print(f"python -m bench.pretrained --out DIR --wheels {shlex.quote(str(dest / 'wheels'))}   # model and tasks")
 
 
 if __name__ == "__main__":

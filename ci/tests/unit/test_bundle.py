@@ -88,7 +88,23 @@ def test_a_bad_part_is_named_and_a_second_try_goes_on(parts, tmp_path, damage, f
     assert unpack(parts, dest).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["site", "esgrpo"])
+def test_wheels_of_a_model_come_along_and_the_host_is_told(tmp_path):
+    wheel, out = tmp_path / "model-1-py3-none-any.whl", tmp_path / "parts"
+    wheel.write_bytes(bytes(range(256)) * 4)
+    (tmp_path / "tree").mkdir(), out.mkdir()
+    (tmp_path / "tree" / "module.py").write_text("ANSWER = 42\n")
+    manifest = bundle.pack(tmp_path / "tree", out, [wheel])
+    assert all(part["bytes"] <= bundle.PART_BYTES < 49e6 for part in manifest["parts"])
+    (out / "manifest.json").write_text(json.dumps({
+        **manifest, "python": ".".join(map(str, sys.version_info[:2])), "torch": "0.0"}))
+    shutil.copy(UNPACK, out)
+    done = unpack(out, tmp_path / "dest")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "dest" / "wheels" / wheel.name).read_bytes() == wheel.read_bytes()
+    assert f"bench.pretrained --out DIR --wheels {tmp_path / 'dest' / 'wheels'}" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["site", "esgrpo", "wheels"])
 def test_what_it_did_not_make_is_never_deleted(parts, tmp_path, name):
     mine = tmp_path / "dest" / name / "mine.txt"
     mine.parent.mkdir(parents=True)
