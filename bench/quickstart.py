@@ -1,6 +1,8 @@
 """Plain fully-async GRPO, then the same with the profile `elastic`; a table, a PNG, a page.
 
-Called by bench/quickstart.sh, which prepares the environment. A single-seed demo, not a benchmark.
+Called by bench/quickstart.sh, which prepares the environment. A single-seed demo, not a benchmark. --model smollm2
+trains SmolLM2-135M-Instruct on a task of reasoning-gym instead of the testbed's tiny model: two cores make a few
+optimiser steps of it in minutes, which show that all of it works on a real model, and no more.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+from bench import train
 from bench.common import ROOT, arm, compare, stack
 from bench.common.console import print_table, say
 from bench.common.modules import SEGMENT_LENGTH, switches
@@ -26,11 +29,11 @@ from esgrpo.tools.report import plots
 from esgrpo.tools.report.training_figures import comparison_panels
 
 TASK = "search"
-MINIMUM_STEPS = 30
+PRETRAINED_TASK, PRETRAINED_BATCH = "gcd", 4  # short answers; half of the testbed's prompts a step
+MINIMUM_STEPS = {"testbed": 30, train.SMOLLM2: 1}
 TRAINING_PROMPTS = 2048
 
 PLAIN = switches("observe")
-OVERLAY = switches("profile=elastic", f"segment_length={SEGMENT_LENGTH}")  # a boundary must lie in a response
 # One run over another, of the same arm: three seeds of overlay over plain lay between 0.77 and 1.13 (ablation_*.json).
 TOLD_APART = 1.3
 NOTHING_HERE = "{} cores show that all of it works, not what it brings; on GPUs: docs/results.md, Training on two H200s"
@@ -40,21 +43,28 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench/quickstart.sh", description=__doc__)
     parser.add_argument("--budget", type=float, default=300.0, help="wall seconds per arm after start-up")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart")
+    parser.add_argument("--model", choices=("testbed", train.SMOLLM2), default="testbed",
+                        help=f"{train.SMOLLM2}: SmolLM2-135M-Instruct, made once in runs/pretrained (300 MB)")
+    parser.add_argument("--out", type=Path, help="default: runs/quickstart, with -smollm2 behind it for that model")
     compare.add_target_option(parser)
     options = parser.parse_args(argv)
-    options.target = compare.target_of(parser, TASK, options.target)
+    pretrained = options.model == train.SMOLLM2
+    options.task = PRETRAINED_TASK if pretrained else TASK
+    options.target = compare.target_of(parser, options.task, options.target, options.model if pretrained else "small")
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    out = options.out.resolve()
-    data = out / "data"
-    make_data.write(TASK, options.seed, {"train": TRAINING_PROMPTS, "val": stack.VALIDATION_PROMPTS}, data)
-    common = stack.common_overrides(data, options.seed)
-    difference = ["plain:   " + " ".join(PLAIN), "overlay: " + " ".join(OVERLAY)]
+    out = (options.out or ROOT / "runs" / ("quickstart-smollm2" if pretrained else "quickstart")).resolve()
+    try:
+        common, segment = pretrained_run(options, out) if pretrained else testbed_run(options, out)
+    except RuntimeError as error:
+        print(f"esgrpo: quickstart: {error}", file=sys.stderr)
+        return 1
+    own_switches = switches("profile=elastic", f"segment_length={segment}")  # a boundary must lie in a response
+    difference = ["plain:   " + " ".join(PLAIN), "overlay: " + " ".join(own_switches)]
     say("both arms run the same command and the same wall-time budget; they differ in:")
     print("\n".join("  " + line for line in difference), flush=True)
     results = []
     try:
-        for name, own in (("plain", PLAIN), ("overlay", OVERLAY)):
+        for name, own in (("plain", PLAIN), ("overlay", own_switches)):
             run_dir = out / name
             shutil.rmtree(run_dir, ignore_errors=True)
             overrides = [o.replace("RUN_DIR", str(run_dir)) for o in common] + own
@@ -67,6 +77,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"esgrpo: quickstart: {error}", file=sys.stderr)
         return 1
     return report(results, out, options, difference)
+
+
+def testbed_run(options, out: Path) -> tuple[list[str], int]:
+    """verl's command line for both arms, and the segment length in tokens; makes the data."""
+    data = out / "data"
+    make_data.write(TASK, options.seed, {"train": TRAINING_PROMPTS, "val": stack.VALIDATION_PROMPTS}, data)
+    return stack.common_overrides(data, options.seed), SEGMENT_LENGTH
+
+
+def pretrained_run(options, out: Path) -> tuple[list[str], int]:
+    """As testbed_run, of the pre-trained model, which is made where it is missing. Raises RuntimeError."""
+    told = train.parse(["--model", train.SMOLLM2, "--task", PRETRAINED_TASK, "--batch", str(PRETRAINED_BATCH),
+                        "--out", str(out), "--seeds", str(options.seed)])
+    data = train.prepare_pretrained(told)
+    return train.shared(told, options.seed, data, Path("RUN_DIR"), train.arm_of(told, "plain")), told.segment
 
 
 def against_plain(plain: compare.Result, overlay: compare.Result) -> tuple[list[str], bool]:
@@ -99,10 +124,12 @@ def afterwards(out: Path) -> list[str]:
 def report(results, out: Path, options, difference: list[str]) -> int:
     row, gained = against_plain(*results)
     rows = [*compare.table(results), row]
-    notes = [f"single-seed demo, seed {options.seed}, {options.budget:.0f} s per arm, task '{TASK}', "
+    notes = [f"single-seed demo, seed {options.seed}, {options.budget:.0f} s per arm, task '{options.task}', "
              f"{time.strftime('%Y-%m-%d')}; target of both arms: a held-out reward of {options.target}",
              f"{platform.machine()}, {cpu_model()}, Python {platform.python_version()}",
              "one trainer and one rollout replica on the CPU; capacity of the bubble rate is max_num_seqs",
+             "memory of all processes at its peak: " + ", ".join(f"{r.name} {r.peak_bytes / 1e9:.1f} GB"
+                                                                  for r in results if r.peak_bytes),
              *([] if gained else [NOTHING_HERE.format(os.cpu_count())])]
     print()
     for note in notes:
@@ -121,9 +148,14 @@ def report(results, out: Path, options, difference: list[str]) -> int:
     say(f"picture {out / 'quickstart.png'}, page {out / 'quickstart.html'}, records in {out}")
     for line in afterwards(out):
         say(line)
-    short = [r.name for r in results if r.steps < MINIMUM_STEPS]
+    least = MINIMUM_STEPS[options.model]
+    if options.model == train.SMOLLM2:
+        steps = " and ".join(f"{r.steps} ({r.name})" for r in results)
+        say(f"{steps} optimiser steps in {options.budget:.0f} s each: too few for a reward to say anything; on GPUs: "
+            "python -m bench.train --model smollm2")
+    short = [r.name for r in results if r.steps < least]
     if short:
-        say(f"fewer than {MINIMUM_STEPS} optimiser steps in: {', '.join(short)}; give a larger --budget")
+        say(f"fewer than {least} optimiser steps in: {', '.join(short)}; give a larger --budget")
         return 1
     return 0
 

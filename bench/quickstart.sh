@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One command: sets up .venv with this package in it, trains plain fully-async GRPO and the same with the overlay,
 # prints the comparison.
-# usage: bash bench/quickstart.sh [--budget SECONDS] [--seed N] [--out DIR]
+# usage: bash bench/quickstart.sh [--model smollm2] [--budget SECONDS] [--seed N] [--out DIR]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../ci/env.sh"
 prepare_environment

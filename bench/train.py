@@ -89,9 +89,9 @@ def arm_of(options, text: str) -> arm_values.Arm:
     return arm_values.parse(text, modules.with_left_out(options.segment), options.trainer)
 
 
-def overrides(options, seed: int, data: Path, run_dir: Path, text: str) -> list[str]:
-    """verl's command line of one run; of a key that comes twice the last one counts."""
-    setting, arm = setting_of(options), arm_of(options, text)
+def shared(options, seed: int, data: Path, run_dir: Path, arm: arm_values.Arm) -> list[str]:
+    """verl's command line of one run without the overlay's switches."""
+    setting = setting_of(options)
     trainers, replicas = arm.gpus(options.gpus)
     if options.trainer == "fully_async":
         sizes = {"trainer": stack.fully_async, "staleness": setting.staleness, "concurrent": setting.concurrent}
@@ -103,7 +103,6 @@ def overrides(options, seed: int, data: Path, run_dir: Path, text: str) -> list[
         response_length=options.cap, group_size=options.group, mini_batch=options.batch, max_num_seqs=setting.sequences,
         learning_rate=options.learning_rate, trainers=trainers, replicas=replicas, **pretrained,
         **{**sizes, **arm.sizes()})
-    warm = modules.switches(f"history.path={run_dir / WARM_HISTORY}") if arm.warm else []
     limits = [f"data.train_max_samples={options.prompts}", f"data.val_max_samples={options.validation}"] \
         if options.scale == SMOLLM2 else []
     return [*(o.replace("RUN_DIR", str(run_dir)) for o in common), *setting.own, *limits,
@@ -111,8 +110,15 @@ def overrides(options, seed: int, data: Path, run_dir: Path, text: str) -> list[
             f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={setting.micro_batch}",
             f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={setting.micro_batch}",
             f"actor_rollout_ref.rollout.agent.num_workers={setting.workers}", f"reward.num_workers={setting.workers}",
-            *algorithms.overrides(options.algorithm, options.cap, options.segment, filters(options)),
-            *modules.with_left_out(options.segment)[arm.module], *warm, *arm.overrides()]
+            *algorithms.overrides(options.algorithm, options.cap, options.segment, filters(options))]
+
+
+def overrides(options, seed: int, data: Path, run_dir: Path, text: str) -> list[str]:
+    """verl's command line of one run; of a key that comes twice the last one counts."""
+    arm = arm_of(options, text)
+    warm = modules.switches(f"history.path={run_dir / WARM_HISTORY}") if arm.warm else []
+    return [*shared(options, seed, data, run_dir, arm), *modules.with_left_out(options.segment)[arm.module], *warm,
+            *arm.overrides()]
 
 
 def filters(options) -> bool:

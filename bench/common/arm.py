@@ -35,6 +35,7 @@ class Arm:
     stopped_at_budget: bool = False
     metrics: list[dict] = field(default_factory=list)
     cpu_s: dict[str, float] = field(default_factory=dict)  # of processes by their name, since `ready`
+    peak_bytes: int = 0  # memory of all processes, shared pages once; seen every PROGRESS_PERIOD_S
 
     def last(self, key: str):
         return next((m["data"][key] for m in reversed(self.metrics) if key in m["data"]), None)
@@ -72,6 +73,19 @@ def cpu_seconds(marker: str) -> dict[tuple[int, str], float]:
         if name:
             found[pid, name[1]] = sum(map(int, times[11:13])) / os.sysconf("SC_CLK_TCK")
     return found
+
+
+def memory_bytes(marker: str) -> int:
+    """Memory of the processes of an arm; a page that several share counts once."""
+    total = 0
+    for pid in processes_of(marker):
+        try:
+            text = Path("/proc", str(pid), "smaps_rollup").read_text()
+        except OSError:
+            continue
+        found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+        total += 1024 * int(found[1]) if found else 0
+    return total
 
 
 def _cpu_by_name(begin: dict, end: dict) -> dict[str, float]:
@@ -165,7 +179,7 @@ def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget
     (run_dir / "arm.json").write_text(json.dumps({
         "name": name, "started": arm.started, "ready": arm.ready, "ended": arm.ended, "budget_s": budget_s,
         "return_code": arm.return_code, "stopped_at_budget": arm.stopped_at_budget, "overrides": overrides,
-        "cpu_s": arm.cpu_s}, indent=1))
+        "cpu_s": arm.cpu_s, "peak_bytes": arm.peak_bytes}, indent=1))
     with open(run_dir / "metrics-timed.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in arm.metrics)
     if arm.return_code != 0 and not arm.stopped_at_budget:
@@ -184,6 +198,7 @@ def _watch(arm: Arm, process, marker: str, log: _Tail, metrics: _Tail, budget_s:
             return
         if time.monotonic() >= next_progress:
             say(_progress(arm, budget_s))
+            arm.peak_bytes = max(arm.peak_bytes, memory_bytes(marker))
             next_progress = time.monotonic() + PROGRESS_PERIOD_S
         if arm.ready is None and time.time() - arm.started > STARTUP_LIMIT_S:
             raise RuntimeError(f"{arm.name}: not ready after {STARTUP_LIMIT_S:.0f} s (log: {log.path})")

@@ -53,6 +53,7 @@ class Result:
     sampled_by: list[int]  # responses that had ended by each evaluation
     sampler: bool  # prompts were chosen by the gradient that they promise
     modules: list[decisions.Row]  # what each decided in the whole run, or why nothing
+    peak_bytes: int  # memory of all processes; 0 where it was not recorded
 
 
 def add_target_option(parser) -> None:
@@ -158,7 +159,7 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         pruned=sum(r["outcome"] == Outcome.PRUNE for r in rows), partial=sum(r["attempts"] > 1 for r in responses),
         sampler=any(hook["slug"] in SAMPLERS and hook["state"] == "APPLIED"
                     for report in hooks for hook in report["hooks"]),
-        modules=decided.of_directory(str(run_dir), hooks))
+        modules=decided.of_directory(str(run_dir), hooks), peak_bytes=arm.get("peak_bytes", 0))
 
 
 def module_rows(results: list[Result]) -> list[list[str]]:

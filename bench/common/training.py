@@ -66,6 +66,7 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         "requests kept per sync": statistics.mean(kept) if kept else None,
         "requests moved": sum(moved) if moved else None,
         "tail ratio": result.tail_ratio,
+        "memory of all processes, GB": result.peak_bytes / 1e9 if result.peak_bytes else None,
         "responses": result.responses,
         "optimiser steps": result.steps,
         **{f"decisions: {row.module}": row.decided for row in result.modules if row.on},

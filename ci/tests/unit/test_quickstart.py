@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from bench import quickstart
-from bench.common import stack
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,13 +32,24 @@ def test_a_gain_is_claimed_only_beyond_what_two_runs_of_one_arm_differ_by(overla
     assert all(part in row[2] for part in said)
 
 
-def test_the_overlay_arm_is_the_default_profile_which_its_driver_accepts():
-    segment = dict(override.removeprefix("+actor_rollout_ref.rollout.segment.").split("=")
-                   for override in quickstart.OVERLAY)
+@pytest.mark.parametrize("model", ["testbed", "smollm2"])
+def test_the_overlay_arm_is_the_default_profile_which_its_driver_accepts(model, tmp_path, monkeypatch):
+    told = {}
+    monkeypatch.setattr(quickstart.make_data, "write", lambda *_: None)
+    monkeypatch.setattr(quickstart.train, "prepare_pretrained", lambda _options: tmp_path)
+    monkeypatch.setattr(quickstart.arm, "run", lambda name, overrides, *_, **__: told.update({name: overrides}))
+    monkeypatch.setattr(quickstart.compare, "load", lambda *_: None)
+    monkeypatch.setattr(quickstart, "report", lambda *_: 0)
+    assert quickstart.main(["--model", model, "--out", str(tmp_path)]) == 0
+    prefix = "+actor_rollout_ref.rollout.segment."
+    segment = dict(line.removeprefix(prefix).split("=") for line in told["overlay"] if line.startswith(prefix))
     length = int(segment.pop("segment_length"))
     assert segment == {"profile": "elastic"}
-    task = stack.common_overrides(Path("data"), 1)
-    assert length < int(next(word for word in task if word.startswith("data.max_response_length=")).partition("=")[2])
+    for lines in told.values():
+        limit = next(line for line in lines if line.startswith("data.max_response_length=")).partition("=")[2]
+        assert length < int(limit) and not any("RUN_DIR" in line for line in lines)
+    reward = next(line for line in told["plain"] if line.startswith("reward.custom_reward_function.path="))
+    assert reward.endswith("testbed/reward.py" if model == "testbed" else "pretrained/reward.py")
 
 
 def test_where_nothing_is_gained_the_reader_is_sent_to_a_heading_that_is_there():
