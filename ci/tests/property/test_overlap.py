@@ -1,0 +1,244 @@
+"""The overlap controller: bounds, rest on constant input, lost and late signals, monotony, shifts, and falling back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esgrpo.algo.overlap import (
+    BASE,
+    DEAD_BAND,
+    HOLD,
+    LEAST_TRUST,
+    LOST,
+    PATIENCE,
+    STEP,
+    TIGHTEN,
+    WATCHED,
+    Cause,
+    Controller,
+    Limits,
+    Rates,
+    Setting,
+    Watch,
+    Window,
+    best,
+    flow,
+    forecast,
+    reachable,
+)
+
+LIMITS = Limits((4, 128), (0.0, 8.0), (16, 128), mini_batch=16, data_parallel=8)
+START, AGE_SCALE = Setting(32, 0.5, 32), 4.0
+RATES = Rates(5000.0, (4e-3, 1e-4), (1.0, 1e-4), sync=1.0, pause=2.0)
+MEASURED = [field.name for field in fields(Window) if field.name != "version"]
+VALUES = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True), st.floats(1e-3, 1e6))
+WINDOWS = st.builds(lambda row: row, st.fixed_dictionaries({name: VALUES for name in MEASURED}))
+
+
+def controller(start: Setting = START, limits: Limits = LIMITS) -> Controller:
+    ticks = itertools.count()
+    return Controller(start, limits, AGE_SCALE, lambda: float(next(ticks)))
+
+
+def played(version: int, setting: Setting, rates: Rates, limits: Limits = LIMITS) -> Window:
+    """What a loop that obeys the law would measure."""
+    seen = forecast(setting, rates, limits, AGE_SCALE)
+    rollout, train, inflight, _ = flow(setting, rates, limits)
+    tokens = limits.groups(setting) * rates.group_tokens
+    decoding = tokens * (rates.decode[0] / inflight + rates.decode[1])
+    mean_inflight = inflight * decoding / max(seen.seconds - rates.pause, decoding)
+    return Window(version, seen.seconds, tokens, mean_inflight, rates.group_tokens, tokens,
+                  train - rates.sync, rates.sync, rates.pause, max(0.0, seen.seconds - train), seen.age)
+
+
+def run(control: Controller, rates: Rates, versions: range) -> list:
+    return [control.observe(played(version, control.setting, rates)) for version in versions]
+
+
+def best_of_all(rates: Rates, limits: Limits = LIMITS) -> float:
+    grid = itertools.product((8, 16, 24, 32, 48, 64, 96, 128), (0, 8, 16, 24, 32, 48, 64, 96, 128, 256),
+                             range(16, 129, 16))
+    return max(forecast(limits.within(*each), rates, limits, AGE_SCALE).fresh for each in grid)
+
+
+rates_of_loops = st.builds(Rates, st.floats(500, 20000), st.tuples(st.floats(1e-4, 1e-2), st.floats(1e-5, 3e-4)),
+                           st.tuples(st.floats(0, 5), st.floats(1e-5, 5e-4)), st.floats(0, 10), st.floats(0, 10))
+settings_of_users = st.builds(LIMITS.within, st.integers(4, 128), st.floats(0, 256), st.integers(16, 128))
+
+
+@settings(max_examples=25)  # a run of versions each
+@given(settings_of_users, st.lists(WINDOWS, max_size=20))
+def test_stays_within_its_limits_whatever_is_measured(start, rows):
+    control = controller(start)
+    for version, row in enumerate(rows):
+        before = control.setting
+        change = control.observe(Window(version, **row))
+        now = control.setting
+        assert LIMITS.concurrency[0] <= now.concurrency <= LIMITS.concurrency[1]
+        assert LIMITS.staleness[0] <= now.staleness <= LIMITS.staleness[1]
+        assert now.trigger % 16 == 0 and LIMITS.trigger[0] <= now.trigger <= LIMITS.trigger[1]
+        assert LEAST_TRUST <= control.trust <= 1.0
+        assert (change is None) == (now == before)
+        if change is not None:
+            assert (change.before, change.after, change.version) == (before, now, version)
+            assert now == control.start or now in set(reachable(before, LIMITS))
+
+
+@settings(max_examples=25)
+@given(settings_of_users)
+def test_a_move_is_one_step(start):
+    held = LIMITS.in_process(start)
+    for there in reachable(start, LIMITS):
+        assert there.concurrency <= math.ceil(STEP * start.concurrency)
+        assert there.concurrency >= start.concurrency / STEP - 1
+        assert LIMITS.in_process(there) <= max(STEP * held, held + start.trigger / 2) + 1
+        assert start.trigger / 2 - LIMITS.unit < there.trigger <= 2 * start.trigger
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.floats(-1e4, 1e4))
+def test_a_trigger_is_whole_mini_batches_on_every_rank(mini, ranks, wanted):
+    limits = Limits((1, 8), (0.0, 4.0), (1, 500), mini, ranks)
+    found = limits.within(1.0, 1.0, wanted).trigger
+    assert found > 0 and found % mini == 0 and found % ranks == 0
+
+
+@settings(max_examples=10)  # a run of versions each
+@given(settings_of_users, st.fixed_dictionaries({name: st.floats(0.01, 1e5) for name in MEASURED}))
+def test_rests_on_constant_input(start, row):
+    control = controller(start)
+    changes = [control.observe(Window(version, **row)) for version in range(100)]
+    assert sum(change is not None for change in changes[:60]) <= 40
+    assert not [change for change in changes[60:] if change is not None and change.cause != Cause.NO_GAIN
+                and change.before != control.start]
+
+
+@settings(max_examples=12)  # a run of versions each
+@given(settings_of_users, rates_of_loops)
+def test_comes_near_the_best_setting_and_rests(start, rates):
+    control = controller(start)
+    changes = run(control, rates, range(60))
+    assert forecast(control.setting, rates, LIMITS, AGE_SCALE).fresh >= 0.9 * best_of_all(rates)
+    assert all(change is None for change in changes[45:])
+
+
+@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -1.0])
+def test_recovers_from_each_missing_signal(name, value):
+    whole, holed = controller(), controller()
+    run(whole, RATES, range(60))
+    for version in range(60):
+        window = played(version, holed.setting, RATES)
+        holed.observe(replace(window, **{name: value}) if 3 <= version < 20 else window)
+    reached = forecast(holed.setting, RATES, LIMITS, AGE_SCALE).fresh
+    assert reached >= (1 - 2 * DEAD_BAND) * forecast(whole.setting, RATES, LIMITS, AGE_SCALE).fresh
+
+
+def test_without_rates_the_start_setting_comes_back():
+    control = controller()
+    run(control, RATES, range(20))
+    assert control.setting != START
+    lost = [control.observe(Window(version)) for version in range(20, 20 + LOST)]
+    assert [change.cause for change in lost if change] == [Cause.LOST] and control.setting == START
+    run(control, RATES, range(30, 50))
+    assert control.setting != START
+
+
+def test_a_version_that_was_seen_changes_nothing():
+    once, twice = controller(), controller()
+    for version in range(30):
+        once.observe(played(version, once.setting, RATES))
+        twice.observe(played(version, twice.setting, RATES))
+        assert twice.observe(replace(played(version, twice.setting, RATES), tokens=1.0)) is None
+        assert twice.observe(Window(version - 1)) is None
+    assert once.setting == twice.setting and once.rates == twice.rates
+
+
+@given(settings_of_users, rates_of_loops, st.floats(0.5, 10), st.floats(1, 4))
+def test_more_trust_never_asks_for_fresher_tokens(now, rates, scale, factor):
+    less, more = (best(now, rates, LIMITS, each) for each in (scale, scale * factor))
+    ages = [forecast(each, rates, LIMITS, scale).age for each in (less, more)]
+    assert ages[0] <= ages[1] + 1e-9
+
+
+@given(settings_of_users, rates_of_loops, st.floats(1, 4))
+def test_slower_is_never_forecast_faster(setting, rates, factor):
+    now = forecast(setting, rates, LIMITS, AGE_SCALE).seconds
+    slow_rollout = replace(rates, decode=(rates.decode[0] * factor, rates.decode[1] * factor))
+    slow_training = replace(rates, train=(rates.train[0] * factor, rates.train[1] * factor))
+    for slower in (slow_rollout, slow_training):
+        assert forecast(setting, slower, LIMITS, AGE_SCALE).seconds >= now * (1 - 1e-9)
+
+
+@given(settings_of_users, rates_of_loops, st.floats(0, 4))
+def test_a_larger_bound_never_makes_a_version_longer_or_tokens_fresher(setting, rates, more):
+    now, then = (forecast(each, rates, LIMITS, AGE_SCALE)
+                 for each in (setting, replace(setting, staleness=setting.staleness + more)))
+    assert then.overlap >= now.overlap - 1e-9 and then.age >= now.age - 1e-9
+    assert then.seconds <= now.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_adapts_within_three_versions_when_rollout_changes_its_speed_by_two(factor):
+    shifted = replace(RATES, decode=(RATES.decode[0] * factor, RATES.decode[1] * factor))
+    told = controller()
+    run(told, shifted, range(60))
+    control = controller()
+    run(control, RATES, range(40))
+    run(control, shifted, range(40, 44))
+    reached = forecast(control.setting, shifted, LIMITS, AGE_SCALE).fresh
+    assert reached >= 0.95 * forecast(told.setting, shifted, LIMITS, AGE_SCALE).fresh
+
+
+def test_falls_back_when_the_law_is_wrong():
+    """A loop in which every setting but the user's is half as fast as the law says."""
+    control = controller()
+    causes = []
+    for version in range(120):
+        window = played(version, control.setting, RATES)
+        if control.setting != START:
+            window = replace(window, trained_tokens=window.trained_tokens / 2)
+        change = control.observe(window)
+        causes += [(version, change.cause)] if change else []
+    back = [version for version, cause in causes if cause == Cause.NO_GAIN]
+    assert back and back[0] <= BASE + 2 * PATIENCE + 4
+    assert all(later - earlier >= HOLD * 2**at for at, (earlier, later) in enumerate(itertools.pairwise(back)))
+
+
+def test_stays_when_the_law_is_right():
+    control = controller()
+    assert Cause.NO_GAIN not in [change.cause for change in run(control, RATES, range(100)) if change]
+
+
+@pytest.mark.parametrize("name, usual, alarming", [("entropy", 1.0, 0.5), ("loss", 0.1, 0.5), ("kl", 0.01, 0.1),
+                                                   ("grad_norm", 1.0, 5.0)])
+def test_an_alarm_tightens_and_calm_widens_again(name, usual, alarming):
+    control = controller()
+    for version in range(30):
+        control.observe(replace(played(version, control.setting, RATES), **{name: usual}))
+    calm = forecast(control.setting, RATES, LIMITS, AGE_SCALE).age
+    control.observe(replace(played(30, control.setting, RATES), **{name: alarming}))
+    assert control.trust == TIGHTEN
+    tight = []
+    for version in range(31, 80):
+        control.observe(replace(played(version, control.setting, RATES), **{name: usual}))
+        tight.append(forecast(control.setting, RATES, LIMITS, AGE_SCALE).age)
+    assert min(tight) < calm and control.trust == 1.0
+    assert tight[-1] == pytest.approx(calm, rel=0.25)
+
+
+@given(st.floats(-1e3, 1e3), st.booleans())
+def test_a_constant_signal_never_alarms(value, rises):
+    watch = Watch(rises, drifts=not rises)
+    assert not any(watch.alarms(each) for each in [value, math.nan, None] * 30)
+
+
+def test_entropy_that_melts_away_slowly_alarms_once_a_halving():
+    watch = Watch(rises=False, drifts=True)
+    alarms = sum(watch.alarms(0.99**step) for step in range(WATCHED + 300))
+    assert 2 <= alarms <= 5

@@ -1,0 +1,410 @@
+"""How far rollout and training overlap: concurrency, staleness bound and trigger, from measured rates. Pure.
+
+The loop. At most c groups are in flight on the replicas. The trainer takes B groups at once (the trigger), K times a
+weight version: a version is N = K B groups. Rollout may begin N (1 + sigma) groups a version, those counted that were
+in process at the last sync (verl's staleness_threshold); by Little's law W = sigma N are in process at a sync. A
+mini-batch has m groups, each is one optimiser step.
+
+The law. Of the settings (c, sigma, B) within reach it takes the one with the most *fresh* groups a second,
+
+    J = N / V * exp(-A / (lambda * trust))
+    V = max(R, T) + (1 - o) min(R, T)        seconds of a version: rollout R and training T, overlapped by o
+    R = N g (a / f + b) + p                  seconds of rollout by itself
+    T = K (d + e g B) + s                    seconds of training by itself
+    f = min(c, W + (N - q) / 2)              groups in flight, mean: the limit, or what the staleness bound leaves
+    q = h B min(1, T / R)                    groups that come in while it trains
+    o = min(1, W / (f' + q)) ** (2/3)        the overlap ratio; f' is as much of f as rollout needs to keep up
+    A = (P + (N - m) / 2) / m                optimiser steps between making a token and training on it
+    P = min(W, f + q + T / (2 (R - T)))      in process: what waits by chance is Kingman's; W where R <= T
+
+g (tokens of a group), a and b (f / (tokens/s) = a + b f), d and e (a trigger's train time = d + e tokens), s and p (a
+weight sync, for the trainer and for the replicas) are measured in every version: that is the feed-forward, and nothing
+is searched for on the running system. Without the exponential the largest staleness would always win; lambda is the age
+that costs a token 1 - 1/e of its worth, in optimiser steps, and the user's to say. The form of o was fitted to
+simulated settings; A is right up to a constant, which J's maximum does not depend on.
+
+Feedback. h starts at 1; while training is the slower side it falls by LESS in a version in which the trainer hardly
+waited for groups, and rises by MORE in one in which it did. `trust` falls by TIGHTEN when entropy falls or loss, KL or
+gradient norm rises beyond what they did before, and comes back by WIDEN a version after CALM quiet versions. In one
+version concurrency moves by at most STEP, what is in process by STEP or half a version, the trigger by 2 or one unit,
+and all only for a gain above DEAD_BAND. When the measured J stays below what the start setting would bring at present
+rates, the start setting comes back, each time for twice as long. The replicas' roles are not moved here: they stay with
+verl's policy.
+
+Signals may be missing, late, constant or NaN: what is not measured keeps its last estimate, a version that was seen is
+ignored, and after LOST versions without rates the start setting comes back. Standard library only.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+STEP = 1.5  # factor by which concurrency and what is in process move in one version at most
+DEAD_BAND = 0.02  # relative gain in J below which nothing moves
+SHARES = (-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0)  # of such a move, tried in every version
+ONSET = 2 / 3  # a little in process already hides much of the training: fitted to 144 simulated settings
+ROUNDS = 3  # in which f and q settle
+FORGET = 0.8  # weight of a version against the next one, in the lines
+MEMORY = 12  # versions in a line
+PRIOR = 0.1  # weight of what is believed of a line's level before it was measured, in versions
+DECODE_LEVEL, TRAIN_LEVEL = 0.5, 0.1  # that belief: the share of the time that does not depend on the load
+SETTLED = 3  # versions in a line before one can be off it
+JUMP = 1.25  # factor by which a measurement is off its line
+SMOOTH, USUAL = 0.4, 0.1  # of a new value in a running mean; in that of what is usual
+BASE = 2  # versions at the start setting by which it is known
+LOST = 6
+STOCK, LESS, MORE, NO_WAIT, WAITED = (0.5, 1.5), 0.03, 0.06, 0.01, 0.04  # bounds, steps of h; shares of a version
+TIGHTEN, WIDEN, CALM, LEAST_TRUST = 0.7, 1.15, 3, 0.2
+ALARM, LEAST_DEVIATION, DRIFT, WATCHED = 3.0, 0.05, 0.5, 5  # deviations; of mean; of first level; versions
+LOSS, PATIENCE, HOLD = 0.05, 4, 8  # relative to the start setting; versions; versions
+TINY, MOST = 1e-9, 1e12  # what is measured lies between
+
+
+class Cause(str, enum.Enum):
+    """Why a setting changed."""
+
+    RATES = "rates"
+    TIGHTENED = "tightened"  # an alarm of entropy, loss, KL or gradient norm
+    WIDENED = "widened"
+    NO_GAIN = "no gain"  # back to the start setting
+    LOST = "signals lost"  # the same
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True)
+class Setting:
+    concurrency: int  # groups in flight at most, c
+    staleness: float  # verl's staleness_threshold, sigma
+    trigger: int  # groups that the trainer takes at once, B
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds, both ends included, in groups; `unit`: a trigger is a multiple of it."""
+
+    concurrency: tuple[int, int]
+    staleness: tuple[float, float]
+    trigger: tuple[int, int]
+    mini_batch: int = 1
+    data_parallel: int = 1
+    triggers_per_version: int = 1  # verl's trigger_parameter_sync_step, K
+
+    @property
+    def unit(self) -> int:
+        return math.lcm(self.mini_batch, self.data_parallel)
+
+    def groups(self, setting: Setting) -> int:
+        """Of a version, N."""
+        return setting.trigger * self.triggers_per_version
+
+    def in_process(self, setting: Setting) -> float:
+        return setting.staleness * self.groups(setting)
+
+    def within(self, concurrency: float, in_process: float, trigger: float) -> Setting:
+        """The nearest setting: whole groups, the trigger a multiple of the unit, all within bounds."""
+        unit = self.unit
+        low, high = -(-self.trigger[0] // unit) * unit, self.trigger[1] // unit * unit
+        batch = min(max(round(trigger / unit) * unit, low, unit), max(high, unit))
+        version = batch * self.triggers_per_version
+        staleness = min(max(math.ceil(in_process - TINY) / version, self.staleness[0]), self.staleness[1])
+        return Setting(min(max(round(concurrency), self.concurrency[0]), self.concurrency[1]), staleness, batch)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was measured between two weight versions; None or NaN: it was not."""
+
+    version: int
+    seconds: float | None = None
+    tokens: float | None = None  # decoded by all replicas
+    in_flight: float | None = None  # groups, mean over `seconds`
+    group_tokens: float | None = None  # of a finished group, mean: all its responses
+    trained_tokens: float | None = None
+    train_s: float | None = None  # the trainer at work, all of the version
+    sync_s: float | None = None  # of the trainer: for the weight sync, and for what else a version costs it once
+    pause_s: float | None = None  # a replica decodes nothing because of it, aborts and prefills included
+    wait_s: float | None = None  # of the trainer, for groups
+    age: float | None = None  # optimiser steps between making a token and training on it, mean of trained tokens
+    entropy: float | None = None  # or the mean surprisal of sampled tokens
+    loss: float | None = None
+    kl: float | None = None
+    grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The coefficients of the law."""
+
+    group_tokens: float
+    decode: tuple[float, float]  # a, b: f / (tokens/s) = a + b f
+    train: tuple[float, float]  # d, e: seconds of a trigger = d + e tokens
+    sync: float = 0.0  # s
+    pause: float = 0.0  # p
+    stock: float = 1.0  # h
+
+
+@dataclass(frozen=True)
+class Forecast:
+    seconds: float  # of a version
+    age: float
+    fresh: float  # J
+    overlap: float
+
+
+@dataclass(frozen=True)
+class Change:
+    """One event: a setting moved."""
+
+    time: float
+    version: int
+    cause: Cause
+    before: Setting
+    after: Setting
+    trust: float
+    forecast: Forecast | None = None  # of `after`
+
+
+def flow(setting: Setting, rates: Rates, limits: Limits) -> tuple[float, float, float, float]:
+    """R, T, f and q."""
+    batch, count = setting.trigger, limits.groups(setting)
+    train = limits.triggers_per_version * (rates.train[0] + rates.train[1] * rates.group_tokens * batch) + rates.sync
+    inflight = float(setting.concurrency)
+    for _ in range(ROUNDS):
+        rollout = count * rates.group_tokens * (rates.decode[0] / inflight + rates.decode[1]) + rates.pause
+        waits = rates.stock * batch * min(1.0, train / max(rollout, TINY))
+        inflight = min(setting.concurrency, max(1.0, limits.in_process(setting) + (count - waits) / 2))
+    return rollout, train, inflight, waits
+
+
+def forecast(setting: Setting, rates: Rates, limits: Limits, age_scale: float) -> Forecast:
+    """The law of the module's docstring for one setting; `age_scale` is lambda * trust, in optimiser steps."""
+    rollout, train, inflight, waits = flow(setting, rates, limits)
+    count, bound = limits.groups(setting), limits.in_process(setting)
+    spare = train - rates.pause - count * rates.group_tokens * rates.decode[1]
+    needed = min(inflight, count * rates.group_tokens * rates.decode[0] / spare) if spare > 0 else inflight
+    overlap = min(1.0, bound / max(needed + waits, TINY)) ** ONSET
+    seconds = max(rollout, train) + (1 - overlap) * min(rollout, train)
+    chance = train / (2 * (rollout - train)) if rollout > train else math.inf
+    process = min(bound, inflight + waits + chance)
+    age = (process + (count - limits.mini_batch) / 2) / limits.mini_batch
+    return Forecast(seconds, age, count / max(seconds, TINY) * math.exp(-age / age_scale), overlap)
+
+
+def reachable(now: Setting, limits: Limits) -> Iterator[Setting]:
+    """Settings that one move leads to; `now` is the first."""
+    yield now
+    process = limits.in_process(now)
+    move = max(process * (STEP - 1), limits.groups(now) / 2)
+    for batch in (now.trigger, now.trigger * 2, now.trigger / 2, now.trigger + limits.unit, now.trigger - limits.unit):
+        for load in SHARES:
+            for held in SHARES:
+                yield limits.within(now.concurrency * STEP**load, max(0.0, process + held * move), batch)
+
+
+def best(now: Setting, rates: Rates, limits: Limits, age_scale: float) -> Setting:
+    """The reachable setting with the largest J; of equals `now`, then the first."""
+    return max(reachable(now, limits), key=lambda each: forecast(each, rates, limits, age_scale).fresh)
+
+
+def number(value: float | None, least: float = -MOST) -> float | None:
+    """None unless it is a number within [least, MOST]."""
+    return float(value) if isinstance(value, int | float) and least <= value <= MOST else None
+
+
+@dataclass
+class Line:
+    """y = level + slope x over the last versions, both from 0 on. `share`: of y, which is taken to be level while all x
+    are alike."""
+
+    share: float
+    points: deque = field(default_factory=lambda: deque(maxlen=MEMORY))
+    doubted: tuple[float, float, float] | None = None  # a measurement off the line, and by which factor
+
+    def add(self, x: float, y: float) -> None:
+        """One that is off the line by JUMP waits for the next: off to the same side, the speed has changed and what
+        was before is rescaled; off to the other side, both are noise; on the line, the first is forgotten."""
+        level, slope = self.fit() if len(self.points) >= SETTLED else (y, 0.0)
+        factor = y / max(level + slope * x, TINY)
+        off = not 1 / JUMP < factor < JUMP
+        before, self.doubted = self.doubted, None
+        if off and before is None:
+            self.doubted = x, y, factor
+            return
+        if off:
+            if (factor > 1) == (before[2] > 1):
+                scale = math.sqrt(factor * before[2])
+                self.points = deque(((px, py * scale) for px, py in self.points), maxlen=MEMORY)
+            self.points.append(before[:2])
+        self.points.append((x, y))
+
+    def fit(self) -> tuple[float, float]:
+        """Level and slope, none below 0, by least squares; at least one point."""
+        rows = [(FORGET**ago, *point) for ago, point in enumerate(reversed(self.points))]
+        total = sum(w for w, _, _ in rows)
+        x, y = sum(w * px for w, px, _ in rows) / total, sum(w * py for w, _, py in rows) / total
+        across = sum(w * (px - x) ** 2 for w, px, _ in rows) + PRIOR * x * x
+        along = sum(w * (px - x) * (py - y) for w, px, py in rows) + PRIOR * x * y * (1 - self.share)
+        slope = min(max(along / across, 0.0), y / x)
+        return max(0.0, y - slope * x), slope
+
+
+@dataclass
+class Watch:
+    """One signal of training; `rises`: what is alarming."""
+
+    rises: bool
+    drifts: bool = False  # also alarming: a fall below DRIFT of the level it began with
+    mean: float = 0.0
+    deviation: float = 0.0
+    seen: int = 0
+    level: float = 0.0
+
+    def alarms(self, value: float | None) -> bool:
+        value = number(value)
+        if value is None:
+            return False
+        self.seen += 1
+        gain = max(1 / self.seen, USUAL)
+        off = value - self.mean if self.seen > 1 else 0.0
+        alarm = self.seen > WATCHED and (off if self.rises else -off) > ALARM * max(
+            self.deviation, LEAST_DEVIATION * abs(self.mean))
+        if not alarm:
+            self.deviation += gain * (abs(off) - self.deviation)
+        self.mean = value if self.seen == 1 else self.mean + gain * off
+        if self.seen == WATCHED:
+            self.level = self.mean
+        if self.drifts and self.seen > WATCHED and self.level > 0 and self.mean < DRIFT * self.level:
+            self.level, alarm = self.mean, True
+        return alarm
+
+
+class Controller:
+    """Moves a setting from version to version. Invariants: it stays within the limits; one `observe` changes it by one
+    step at most, or to the start setting; a trigger is a multiple of the unit."""
+
+    def __init__(self, start: Setting, limits: Limits, age_scale: float, clock: Callable[[], float]):
+        self.limits, self.age_scale, self.clock = limits, age_scale, clock
+        self.start = self.setting = limits.within(start.concurrency, limits.in_process(start), start.trigger)
+        self.trust = 1.0
+        self.watches = {"entropy": Watch(False, True), "loss": Watch(True), "kl": Watch(True), "grad_norm": Watch(True)}
+        self._decode, self._train = Line(DECODE_LEVEL), Line(TRAIN_LEVEL)
+        self._group_tokens: float | None = None
+        self._sync = self._pause = 0.0
+        self._stock = 1.0
+        self._version = -1
+        self._calm = self._blind = 0
+        self._base: list[float] = []  # measured J of the start setting over its forecast
+        self._fresh: float | None = None
+        self._poor = self._held = 0
+        self._hold = HOLD
+
+    @property
+    def rates(self) -> Rates | None:
+        """None before all that the law needs was measured once."""
+        if self._group_tokens is None or not self._decode.points or not self._train.points:
+            return None
+        return Rates(self._group_tokens, self._decode.fit(), self._train.fit(), self._sync, self._pause, self._stock)
+
+    def observe(self, window: Window) -> Change | None:
+        """Take in a version and move; None where nothing moves. A version that is not newer is ignored."""
+        if window.version <= self._version:
+            return None
+        self._version = window.version
+        trusted, self.trust = self.trust, self._trusts(window)
+        known = self._measure(window)
+        self._blind = 0 if known else self._blind + 1
+        if self._blind >= LOST:
+            return self._back(Cause.LOST)
+        rates = self.rates
+        if rates is None or not known and self.trust >= trusted:
+            return None
+        scale = self.age_scale * self.trust
+        if not self._gains(window, rates, scale):
+            return self._back(Cause.NO_GAIN)
+        if self._held > 0:
+            self._held -= 1
+            return None
+        if len(self._base) < BASE:
+            return None
+        after = best(self.setting, rates, self.limits, scale)
+        now, then = (forecast(each, rates, self.limits, scale) for each in (self.setting, after))
+        if then.fresh <= now.fresh * (1 + DEAD_BAND):
+            return None
+        cause = Cause.TIGHTENED if self.trust < trusted else Cause.WIDENED if self.trust > trusted else Cause.RATES
+        return self._move(after, cause, then)
+
+    def _trusts(self, window: Window) -> float:
+        alarms = [watch.alarms(getattr(window, name)) for name, watch in self.watches.items()]
+        self._calm = 0 if any(alarms) else self._calm + 1
+        if any(alarms):
+            return max(LEAST_TRUST, self.trust * TIGHTEN)
+        return min(1.0, self.trust * WIDEN) if self._calm > CALM else self.trust
+
+    def _measure(self, window: Window) -> bool:
+        """Whether the rates of rollout and training were in it."""
+        seconds, tokens = number(window.seconds, TINY), number(window.tokens, TINY)
+        inflight, group_tokens = number(window.in_flight, TINY), number(window.group_tokens, TINY)
+        trained, train = number(window.trained_tokens, TINY), number(window.train_s, TINY)
+        sync, pause = number(window.sync_s, 0.0), number(window.pause_s, 0.0)
+        self._sync = self._sync if sync is None else _smooth(self._sync or None, sync)
+        self._pause = self._pause if pause is None else _smooth(self._pause or None, pause)
+        if group_tokens:
+            self._group_tokens = _smooth(self._group_tokens, group_tokens)
+        if seconds and tokens and inflight:
+            self._decode.add(inflight, inflight * max(seconds - self._pause, seconds / 2) / tokens)
+        if trained and train:
+            triggers = self.limits.triggers_per_version
+            self._train.add(trained / triggers, train / triggers)
+        known = bool(seconds and tokens and inflight and trained and train)
+        wait = number(window.wait_s, 0.0)
+        if known and wait is not None and self.rates is not None:
+            self._correct(wait / seconds)
+        return known
+
+    def _correct(self, waited: float) -> None:
+        """The stock, by the share of the version that the trainer waited, where training is the slower side."""
+        rollout, train, _, _ = flow(self.setting, self.rates, self.limits)
+        if rollout < train and not NO_WAIT <= waited <= WAITED:
+            change = -LESS if waited < NO_WAIT else MORE
+            self._stock = min(max(self._stock + change, STOCK[0]), STOCK[1])
+
+    def _gains(self, window: Window, rates: Rates, scale: float) -> bool:
+        """False when the measured J stays below what the start setting would bring now."""
+        seconds, trained = number(window.seconds, TINY), number(window.trained_tokens, 0.0)
+        if seconds is None or trained is None:
+            return True
+        age = number(window.age, 0.0)
+        if age is None:
+            age = forecast(self.setting, rates, self.limits, scale).age
+        fresh = trained / seconds * math.exp(-age / scale)
+        expected = rates.group_tokens * forecast(self.start, rates, self.limits, scale).fresh
+        if self.setting == self.start and len(self._base) < BASE:
+            self._base.append(fresh / max(expected, TINY))
+            return True
+        self._fresh = _smooth(self._fresh, fresh)
+        if self.setting == self.start or self._held:
+            return True
+        base = expected * min(self._base, default=0.0)
+        self._poor = self._poor + 1 if self._fresh < base * (1 - LOSS) else 0
+        return self._poor < PATIENCE
+
+    def _back(self, cause: Cause) -> Change | None:
+        self._poor, self._fresh = 0, None
+        if cause == Cause.NO_GAIN:
+            self._held, self._hold = self._hold, 2 * self._hold
+        return self._move(self.start, cause, None)
+
+    def _move(self, after: Setting, cause: Cause, then: Forecast | None) -> Change | None:
+        before, self.setting = self.setting, after
+        if before == after:
+            return None
+        return Change(self.clock(), self._version, cause, before, after, self.trust, then)
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else old + SMOOTH * (new - old)
