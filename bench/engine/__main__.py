@@ -26,11 +26,12 @@ from itertools import islice, product
 from pathlib import Path
 
 from bench.common import workload
+from bench.common.console import print_table
 from bench.engine import options as common
 from bench.engine import tau
 from bench.engine.driver import Course, Driver, OutOfTime
 from bench.engine.fleet import Fleet
-from bench.engine.measures import summary
+from bench.engine.measures import preempted, summary, table
 from bench.policies import ASYNC, SYNC, Limits, baseline, policies, policy
 from esgrpo.errors import EsgrpoError
 
@@ -197,6 +198,10 @@ def show(records: list[dict], kind: str, options) -> None:
             decided = ", ".join(f"{module} {count}" for module, count in ratio["decisions"].items() if count)
             print(f"{kind}: {name} against {base}: x{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}], "
                   f"n = {ratio['n']}, stale rows {ratio['stale_rows']:.1%}, decisions: {decided or 'none'}")
+    if records:
+        print_table(table(found))
+    if preempted(found):
+        print(preempted(found))
     for note in dict.fromkeys(record["note"] for record in records if record["note"]):
         print(note)
 

@@ -15,6 +15,7 @@ from esgrpo.errors import EsgrpoError
 CAUSES = ("no_work", "barrier", "below_capacity", "sync")
 CURVE_S = 0.25  # between two points of the curve of running requests
 OURS = "es-grpo"  # and every policy whose name begins with it
+PREEMPTIONS_MATTER = 0.02  # tokens computed again for them, per decoded token: above it admission could gain
 NO_RIVAL = ("verl", "oracle")  # the baseline, and what knows the lengths
 
 
@@ -116,6 +117,54 @@ def ratios(runs: Sequence[Mapping], base: str, key: str = "s_per_update") -> dic
             for name, mine in found.items()}
 
 
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 4)
+
+
+def costs(runs: Sequence[Mapping]) -> dict[str, dict[str, float]]:
+    """For every policy of every scenario what its speed rests on; medians over its runs.
+
+    preemptions      a request lost its KV blocks: times an update
+    recomputed       tokens that had been computed and were lost so, per decoded token; a prefix that is still cached
+                     is not computed again, so that this is the most it can have cost
+    prefilled_again  tokens of prompts and responses prefilled again after an abort or a hand-back, per decoded token
+    stale_rows       share of trained rows that have a token of older weights
+    row_age          weight versions between the oldest token of a trained row and the weights that trained on it
+    """
+    found: dict[str, list[Mapping]] = {}
+    for run in runs:
+        found.setdefault(f"{run['scenario']} {run['policy']}", []).append(run)
+    return {name: {"runs": len(mine), "s_per_update": _median(run["s_per_update"] for run in mine),
+                   "preemptions": _median(run["preemptions"] / len(run["update_times"]) for run in mine),
+                   "recomputed": _median(run["preempted_tokens"] / max(1, run["decoded"]) for run in mine),
+                   "prefilled_again": _median(run["reprefill_tokens"] / max(1, run["decoded"]) for run in mine),
+                   "stale_rows": _median(run["versions_old"]["rows"]["share"] for run in mine),
+                   "row_age": _median(run["versions_old"]["rows"]["mean"] for run in mine)}
+            for name, mine in found.items()}
+
+
+def table(summary: Mapping) -> list[list[str]]:
+    """Rows of text, the first one is the header: a policy, its speed against the others, and what it rests on."""
+    bases = {key.removeprefix("against_"): summary[key] for key in summary if key.startswith("against_")}
+    rows = [["policy", "runs", "s an update", *[f"x {name}" for name in bases], "preemptions an update",
+             "recomputed / decoded", "prefilled again / decoded", "stale rows", "versions old"]]
+    for name, cost in summary["costs"].items():
+        speeds = [f"{base[name]['median']:.3f} [{base[name]['low']:.3f}, {base[name]['high']:.3f}]"
+                  if name in base else "-" for base in bases.values()]
+        rows.append([name, str(cost["runs"]), f"{cost['s_per_update']:.2f}", *speeds, f"{cost['preemptions']:.1f}",
+                     f"{cost['recomputed']:.2%}", f"{cost['prefilled_again']:.1%}", f"{cost['stale_rows']:.1%}",
+                     f"{cost['row_age']:.2f}"])
+    return rows
+
+
+def preempted(summary: Mapping) -> str:
+    """One line when preemptions cost enough for admission by KV room to gain something, else an empty one."""
+    names = [f"{name} {cost['recomputed']:.1%}" for name, cost in summary["costs"].items()
+             if cost["recomputed"] > PREEMPTIONS_MATTER]
+    return (f"preemptions made {', '.join(names)} of the decoded tokens be computed again: above "
+            f"{PREEMPTIONS_MATTER:.0%} admission that knows the KV room could gain something" if names else "")
+
+
 def _spread(values: list[float]) -> dict:
     return {"median": round(statistics.median(values), 4), "low": round(min(values), 4),
             "high": round(max(values), 4), "n": len(values)}
@@ -133,7 +182,7 @@ def best_rival(runs: Sequence[Mapping]) -> str | None:
 def summary(runs: Sequence[Mapping]) -> dict:
     rival, own = best_rival(runs), baseline(SYNC)
     return {"kind": "summary", "against_verl": ratios(runs, "verl"), f"against_{own}": ratios(runs, own),
-            "best_rival": rival, "against_best_rival": ratios(runs, rival) if rival else {}}
+            "best_rival": rival, "against_best_rival": ratios(runs, rival) if rival else {}, "costs": costs(runs)}
 
 
 @functools.lru_cache(maxsize=4096)

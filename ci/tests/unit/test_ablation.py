@@ -11,9 +11,9 @@ from bench.common import modules, training
 from esgrpo import config
 
 
-def settings_of(arm):
+def settings_of(lines):
     values = {}
-    for override in modules.ARMS[arm]:
+    for override in lines:
         path, _, value = override.removeprefix(modules.SEGMENT + ".").partition("=")
         *groups, key = path.split(".")
         place = values
@@ -25,14 +25,14 @@ def settings_of(arm):
 
 @pytest.mark.parametrize("arm", modules.ARMS)
 def test_every_arm_composes(arm):
-    settings = settings_of(arm)
+    settings = settings_of(modules.ARMS[arm])
     decides = arm not in ("off", "token outputs")
     assert settings.enable == decides and settings.observe != decides
 
 
 def test_each_module_is_one_switch_away_from_the_arm_before():
-    base = config.features(settings_of("B soft"), "vanilla")
-    own = {arm: config.features(settings_of(arm), "vanilla") - base for arm in modules.ARMS}
+    base = config.features(settings_of(modules.ARMS["B soft"]), "vanilla")
+    own = {arm: config.features(settings_of(modules.ARMS[arm]), "vanilla") - base for arm in modules.ARMS}
     assert own["A routing"] == {"history", "routing"} and own["D elastic"] == {"history", "elastic"}
     assert own["C pruning"] == {"history", "prune", "weighted"} and own["C sampler"] == {"history", "sampler"}
     assert own["keep"] == {"keep"} and own["B yield"] == {"yield"}

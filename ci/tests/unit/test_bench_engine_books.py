@@ -36,10 +36,13 @@ def test_a_missing_token_is_an_error():
             measures.reconcile("verl", decoded, engines, trained, {"pruned": 2, "left_over": 1})
 
 
-def _run(policy: str, repeat: int, seconds: float) -> dict:
+def _run(policy: str, repeat: int, seconds: float, preempted: int = 0) -> dict:
     carries = 0.4 if policy.startswith("es-grpo") else 0.0
     return {"policy": policy, "scenario": "sync", "repeat": repeat, "s_per_update": seconds,
-            "versions_old": {"rows": {"share": carries}}, "decisions": {"keep": 7 * bool(carries), "routing": 0}}
+            "update_times": [seconds, 2 * seconds], "decoded": 1000, "preemptions": preempted // 5,
+            "preempted_tokens": preempted, "reprefill_tokens": 250,
+            "versions_old": {"rows": {"share": carries, "mean": 2 * carries}},
+            "decisions": {"keep": 7 * bool(carries), "routing": 0}}
 
 
 def test_ratios_are_taken_within_a_repeat_and_the_best_rival_is_found():
@@ -51,6 +54,22 @@ def test_ratios_are_taken_within_a_repeat_and_the_best_rival_is_found():
                                                   "stale_rows": 0.0, "decisions": {}}
     assert found["against_best_rival"]["sync es-grpo"]["median"] == 1.6
     assert measures.summary(runs[:2])["against_best_rival"] == {}
+
+
+def test_what_a_speed_costs_stands_in_its_row_and_only_costly_preemptions_ask_for_admission():
+    found = measures.summary([_run("verl", 0, 10.0, 10), _run("april", 0, 5.0, 30), _run("april", 1, 5.0, 50),
+                              _run("es-grpo", 0, 4.0, 20)])
+    assert found["costs"]["sync april"] == {
+        "runs": 2, "s_per_update": 5.0, "preemptions": 4.0, "recomputed": 0.04, "prefilled_again": 0.25,
+        "stale_rows": 0.0, "row_age": 0.0}
+    header, *rows = measures.table(found)
+    cells = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+    assert cells["sync es-grpo"]["x verl"] == "2.500 [2.500, 2.500]" and cells["sync april"]["x verl"].startswith("2.0")
+    assert cells["sync es-grpo"]["recomputed / decoded"] == "2.00%" and cells["sync es-grpo"]["stale rows"] == "40.0%"
+    assert cells["sync april"]["preemptions an update"] == "4.0" and cells["sync es-grpo"]["versions old"] == "0.80"
+    said = measures.preempted(found)  # 1 and 2 % are not above 2 %
+    assert "sync april 4.0%" in said and "verl" not in said and "es-grpo" not in said
+    assert measures.preempted(measures.summary([_run("verl", 0, 10.0)])) == ""
 
 
 def test_a_ratio_stands_beside_its_staleness_and_decisions_and_against_verls_own_carry_over():

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 
 from bench import train
-from bench.common import modules
+from bench.common import algorithms, compare, modules, stack, training
+from ci.tests.unit.test_ablation import settings_of
+from ci.tests.unit.test_bench_robustness import write_run
+
+SMOLLM2 = ("--model", "smollm2", "--task", "lcm")
+SEPARATE = (*SMOLLM2, "--trainer", "separate_async")
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def told(arguments, arm, tmp_path) -> dict[str, str]:
@@ -61,3 +67,126 @@ def test_data_is_whole_or_not_there(tmp_path, monkeypatch):
     data = train.prepare(options, [1, 2])
     assert sorted(path.name for path in data[2].iterdir()) == ["train.parquet", "val.parquet"]
     assert data[1] != data[2] and not list(tmp_path.glob("*.partial"))
+
+
+def test_the_pretrained_model_reaches_verl(tmp_path):
+    lines = told((*SMOLLM2, "--cap", "4096", "--group", "16", "--prompts", "64", "--validation", "32",
+                  "--pretrained", str(tmp_path / "made")), "overlay", tmp_path)
+    assert lines["actor_rollout_ref.model.path"] == str(tmp_path / "made" / "model")
+    assert lines["reward.custom_reward_function.path"].endswith("bench/pretrained/reward.py")
+    assert lines["data.max_response_length"] == "4096" and lines[f"{ROLLOUT}.max_model_len"] == str(4096 + 128)
+    assert lines[f"{ROLLOUT}.n"] == lines["rollout.n"] == "16"
+    assert lines[f"{ROLLOUT}.segment.segment_length"] == str(4096 // train.SEGMENTS)
+    assert lines["data.train_max_samples"] == "64" and lines["data.val_max_samples"] == "32"
+
+
+@pytest.mark.parametrize("arguments, arm, own", [
+    (SMOLLM2, "plain workers=4", {f"{ROLLOUT}.agent.num_workers": "4", "reward.num_workers": "4"}),
+    (SMOLLM2, "plain concurrent=8", {"async_training.concurrent_samples_per_replica": "8"}),
+    (SMOLLM2, "plain gpus=1/3", {"rollout.n_gpus_per_node": "3"}),
+    (SMOLLM2, "plain steps=4", {"async_training.trigger_parameter_sync_step": "4"}),
+    (SMOLLM2, "plain loss=gspo", {algorithms.LOSS: "gspo"}),
+    (SMOLLM2, "plain dynamic=on", {"async_training.use_dynamic_resource_scheduling": "True",
+                                   f"{ROLLOUT}.free_cache_engine": "True", f"{ROLLOUT}.enable_sleep_mode": "True"}),
+    (SMOLLM2, "plain dynamic=off", {}),
+    (SEPARATE, "plain warmup=2", {"trainer.v1.separate_async.num_warmup_batches": "2.0"}),
+    (SEPARATE, "plain off_policy=2", {"trainer.v1.sampler.max_off_policy_threshold": "2"}),
+    (SEPARATE, "plain gpus=1/3", {f"{ROLLOUT}.n_gpus_per_node": "3"}),
+    (SEPARATE, "plain gpus=2/1", {"trainer.n_gpus_per_node": "2"}),
+    (SEPARATE, "plain steps=4", {"trainer.v1.separate_async.parameter_sync_step": "4", "data.train_batch_size": "32"}),
+    (SEPARATE, "plain switch=on", {"trainer.v1.separate_async.hybrid_rollout.enable_switch": "True",
+                                   "actor_rollout_ref.hybrid_engine": "True", f"{ROLLOUT}.free_cache_engine": "True",
+                                   f"{ROLLOUT}.enable_sleep_mode": "True"}),
+])
+def test_an_arms_own_value_changes_what_it_names_and_nothing_else(tmp_path, arguments, arm, own):
+    usual, lines = told(arguments, "plain", tmp_path), told(arguments, arm, tmp_path)
+    logical = "ray_kwargs.ray_init.num_gpus"  # on a CPU
+    assert {key: value for key, value in lines.items() if usual.get(key) != value and key != logical} == own
+
+
+def test_losses_of_the_overlay_and_a_warm_history(tmp_path):
+    (tmp_path / "1.json").write_text("{}")
+    arguments = (*SMOLLM2, "--seeds", "1", "--history", str(tmp_path / "{seed}.json"))
+    lines = told((*arguments, "--arms", "overlay history=warm"), "overlay history=warm loss=pois+dmmpt", tmp_path)
+    assert lines[algorithms.LOSS] == "pois" and lines[f"{ROLLOUT}.segment.dmmpt.enable"] == "True"
+    assert lines[f"{ROLLOUT}.segment.history.path"] == str(tmp_path / "run" / train.WARM_HISTORY)
+    assert f"{ROLLOUT}.segment.history.path" not in told(arguments, "overlay", tmp_path)
+
+
+def test_dapo_samples_dynamically_where_the_trainer_has_it_and_says_so(tmp_path):
+    fully, separate = (told((*base, "--algorithm", "dapo"), "plain", tmp_path) for base in (SMOLLM2, SEPARATE))
+    for lines in (fully, separate):
+        assert lines["actor_rollout_ref.actor.clip_ratio_high"] == "0.28"
+        assert lines["reward.reward_kwargs.overlong_buffer_cfg.enable"] == "True"
+        assert lines["reward.reward_kwargs.max_resp_len"] == lines["data.max_response_length"]
+    assert "algorithm.filter_groups.enable" not in fully and separate["algorithm.filter_groups.enable"] == "True"
+    assert "no dynamic sampling" in algorithms.said("dapo", 256, False)
+    assert "dynamic sampling on acc" in algorithms.said("dapo", 256, True)
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (("--task", "sorting"), "wanted one of gcd"), (("--cap", "0"), "--cap 0: wanted a number above 0"),
+    (("--group", "1"), "no advantage"), (("--gpus", "2"), "TRAINER/ROLLOUT"), (("--segment", "9999"), "to the cap"),
+    (("--seeds", "one"), "whole numbers"), (("--budget", "-1"), "--budget -1.0: wanted a number above 0"),
+    (("--arms", "plain colour=red"), "unknown value 'colour'"), (("--arms", "plain steps=0"), "steps is optimiser"),
+    (("--arms", "plain loss=magic"), "loss is one of vanilla"), (("--arms", "plain steps=1 steps=4"), "said twice"),
+    (("--arms", "plain switch=on"), "switch is a value of --trainer separate_async"),
+    (("--trainer", "separate_async", "--arms", "plain staleness=2"), "staleness is a value of --trainer fully_async"),
+    (("--arms", "overlay history=warm"), "wants --history FILE"), (("--arms", "plain history=warm"), "with a history"),
+    (("--arms", "overlay history=warm", "--history", "/nowhere/{seed}.json"), "no file /nowhere/1.json"),
+])
+def test_bad_input_is_one_line(capsys, arguments, said):
+    with pytest.raises(SystemExit):
+        train.parse(["--model", "smollm2", *arguments])
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_family_of_the_pretrained_model_is_known():
+    families = pytest.importorskip("bench.pretrained.families")
+    assert set(train.FAMILIES) == set(families.FAMILIES)
+    assert train.PRETRAINED_PROMPT_TOKENS == families.MAX_PROMPT_TOKENS
+
+
+@pytest.mark.parametrize("arm", modules.LEFT_OUT)
+def test_all_without_a_module_lacks_it_and_nothing_else(arm):
+    whole, rest = (settings_of(lines) for lines in (modules.ARMS["all"], modules.with_left_out(64)[arm]))
+    ours, theirs = ({f"{section}.{key}": value for section, keys in vars(settings).items()
+                     for key, value in (vars(keys) if hasattr(keys, "__dict__") else {"": keys}).items()}
+                    for settings in (whole, rest))
+    changed = {key for key in ours if ours[key] != theirs[key]}
+    assert len(changed) == 1
+
+
+def test_all_arms_race_to_the_same_rewards_and_are_compared_at_equal_samples(tmp_path):
+    options = train.parse([*SMOLLM2, "--out", str(tmp_path)])
+    assert options.targets == compare.PRETRAINED_TARGETS == train.parse(
+        ["--model", "smollm2", "--task", "gcd", "--arms", "all without loops"]).targets
+    write_run(tmp_path / "run", [], [0.2, 0.35, 0.45, 0.5, 0.55])
+    result = compare.load(tmp_path / "run", 0.5)
+    found = compare.races(result, (0.3, 0.5, 0.9))
+    assert found["time to 0.30, s"] == result.evaluations[1][0] and found["time to 0.90, s"] is None
+    assert found["samples to 0.30"] == result.sampled_by[1] and found["samples to 0.90"] is None
+    assert found["time to 0.50, s"] == result.time_to_target and found["samples to 0.50"] == result.samples_to_target
+
+
+def test_equal_samples_are_those_of_the_slowest_arm():
+    curves = {"plain": {1: {"by_samples": [[0, 0.2], [100, 0.4]]}, 2: {"by_samples": [[0, 0.2], [50, 0.3]]}},
+              "overlay": {1: {"by_samples": [[0, 0.2], [80, 0.6], [240, 0.8]]}}}
+    found = {name: {seed: {} for seed in seeds} for name, seeds in curves.items()}
+    training.add_equal_samples(found, curves)
+    at = "held-out reward, equal samples"
+    assert found["plain"][1][at] == 0.4 and found["overlay"][1][at] == pytest.approx(0.6 + 0.2 * 20 / 160)
+    assert found["plain"][2][at] == 0.3
+
+
+def test_a_run_begins_with_the_files_that_it_is_brought(tmp_path, monkeypatch):
+    (tmp_path / "history.json").write_text("warm")
+    seen = []
+    monkeypatch.setattr(training.arm, "run", lambda _label, _lines, run_dir, *_, **more: seen.append(
+        ((run_dir / "own.json").read_text(), more["main"])))
+    monkeypatch.setattr(training.compare, "load", lambda *_: None)
+    monkeypatch.setattr(training, "measures", lambda *_: {})
+    monkeypatch.setattr(compare, "load", lambda *_: type("Result", (), {"curves": {}})())
+    training.run_one("x", ["a"], tmp_path / "run", 1.0, 0.5, main=stack.MAIN_PPO,
+                     brought={"own.json": tmp_path / "history.json"})
+    assert seen == [("warm", stack.MAIN_PPO)]
