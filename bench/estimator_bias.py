@@ -1,11 +1,17 @@
-"""Is the gradient of audited pruning the gradient of the whole group? A simulation.
+"""What each treatment of cut responses does to the gradient: bias, variance, and information per decoded token.
 
     python -m bench.estimator_bias --json bench/results/estimator_bias.json
 
-A policy over four kinds of responses (short or long, right or wrong), one softmax parameter, groups of n. The real
-GroupPruner decides at every ending, with the coin; what it prunes is never scored. Each estimator is compared with
-its own value on the complete group, response by response the same, so that only pruning is left in the difference.
-Unbiased: mean difference within three standard errors of 0. The controls must be off by more.
+Two parts, both against full rollouts of the same responses, so that only the treatment is left in the difference.
+
+Simulated: a policy over four kinds of responses (short or long, right or wrong), one softmax parameter, groups of n.
+The real GroupPruner decides at every ending, with the coin; what it prunes is never scored. What the tokens up to a
+decision say of the kind is exact: that the response is longer than so. Unbiased: mean difference within three standard
+errors of 0. The controls must be off by more.
+
+Recorded (bench.estimator_gradients): responses of the testbed's model to its tasks, with the gradient of each.
+
+Information per token is 1 / (variance x tokens), that of full rollouts being 1. It says nothing of bias.
 """
 
 from __future__ import annotations
@@ -13,19 +19,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import random
+import shlex
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from bench import estimator_gradients
 from bench.common.provenance import commit
+from bench.testbed.task import TASKS
 from esgrpo import config
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import Finished, GroupPruner
-from esgrpo.losses import KeepProbabilities, grpo_segment_advantage
+from esgrpo.algo.terms import Treatment
+from esgrpo.losses import Tossed, grpo_segment_advantage
 
 KINDS = ("short-right", "short-wrong", "long-right", "long-wrong")
 LOGITS = {"short-right": 1.2, "short-wrong": -0.5, "long-right": 0.3, "long-wrong": 0.0}
@@ -65,14 +77,38 @@ class Row:
     correct: bool
     tokens: int
     gradient: float  # d log p / d parameter of the whole response
+    head: float = 0.0  # of the tokens up to its decision
     pi: float = 1.0
     kept: bool = True
     pivot: float | None = None
+    reward: float | None = None  # what was predicted
+    decided_at: int | None = None
+    cut_score: float = 0.0  # what a reward function gives to a response that was cut
+
+    @property
+    def head_of_all(self) -> float:
+        """Up to the decision; all of a response about which nobody decided."""
+        return self.gradient if self.decided_at is None else self.head
 
 
 def probabilities(shift: float) -> dict[str, float]:
     weights = {kind: math.exp(LOGITS[kind] + shift * kind.endswith("right")) for kind in KINDS}
     return {kind: weight / sum(weights.values()) for kind, weight in weights.items()}
+
+
+def survivors(shift: float, tokens: int) -> dict[str, float]:
+    """P(kind, and longer than so many tokens)."""
+    def longer(kind: str) -> float:
+        low, high = LENGTHS[kind]
+        return min(1.0, max(0.0, (high - max(tokens, low - 1)) / (high - low + 1)))
+
+    return {kind: chance * longer(kind) for kind, chance in probabilities(shift).items()}
+
+
+def head_gradient(shift: float, tokens: int) -> float:
+    """d log P(longer than so many tokens) / d parameter: all that a response says until then."""
+    running = survivors(shift, tokens)
+    return running[PARAMETER] / sum(running.values()) - probabilities(shift)[PARAMETER]
 
 
 def sample_group(rng: random.Random, penalty: float, shift: float) -> list[Row]:
@@ -94,7 +130,7 @@ def forecast(rng: random.Random, shift: float) -> dict:
     return {"known": True, "low": 1.0, "alpha": 1.0 + right, "beta": 1.0 + PAST - right}
 
 
-def prune(pruner: GroupPruner, name: str, rows: list[Row], known: dict) -> None:
+def prune(pruner: GroupPruner, name: str, rows: list[Row], known: dict, shift: float, penalty: float) -> None:
     """Let the group run: the shortest ends first, everybody still running has as many tokens."""
     pruner.watch(name, SIZE, known)
     running = sorted(range(SIZE), key=lambda member: rows[member].tokens)
@@ -103,37 +139,63 @@ def prune(pruner: GroupPruner, name: str, rows: list[Row], known: dict) -> None:
         row = rows[member]
         pruner.ended(name, member, Finished(row.tokens, row.correct, row.score))
         for other, item in pruner.checkpoint(name, dict.fromkeys(running, row.tokens)).items():
-            rows[other].pi, rows[other].pivot = item.verdict.pi, item.pivot
+            found = rows[other]
+            found.pi, found.pivot, found.reward = item.keep_probability, item.pivot, item.reward
+            found.decided_at, found.head = item.tokens, head_gradient(shift, item.tokens)
             if item.verdict.prune:
-                rows[other].kept = False
+                found.kept = False
+                found.cut_score = -penalty * item.tokens / max(LENGTHS[PARAMETER])
                 running.remove(other)
     pruner.close(name)
 
 
-def simulate(name: str, groups: int, seed: int, penalty: float = 0.0) -> list[list[Row]]:
+def simulate(name: str, groups: int, seed: int, penalty: float = 0.0, treatment: str = Treatment.MASKED,
+             pi: float | None = None) -> list[list[Row]]:
+    """The same responses for every treatment and keep probability."""
     rng, scenario = random.Random(seed), SCENARIOS[name]
-    settings = config.parse({"enable": True, "prune": scenario.prune})
+    audit = scenario.prune["audit"]
+    settings = config.parse({"enable": True, "prune": {**scenario.prune, "treatment": str(treatment), "audit": {
+        **audit, "exempt_prob": pi or audit["exempt_prob"]}}})
     pruner = GroupPruner(settings, Audit(settings.prune.audit, random.Random(seed + 1)), BUDGET)
     made = []
     for number in range(WARM_UP_GROUPS + groups):
         shift = rng.choice(scenario.shifts)
         rows = sample_group(rng, penalty, shift)
-        prune(pruner, f"group-{number}", rows, forecast(rng, shift))
+        prune(pruner, f"group-{number}", rows, forecast(rng, shift), shift, penalty)
         made.append(rows)
     return made[WARM_UP_GROUPS:]
 
 
-def advantages(groups: list[list[Row]], complete: bool, norm: bool, pivoted: bool = True) -> list[list[float]]:
-    """Of the code under test, for the complete groups or for what pruning left."""
+def advantages(groups: list[list[Row]], complete: bool, norm: bool, pivoted: bool = True,
+               treatment: str = Treatment.MASKED) -> list[list[tuple[float, float]]]:
+    """Of the code under test, for the complete groups or for what pruning left: (up to the decision, after it).
+
+    A row stands as two tokens, of which a cut one has the first, or none when it is masked.
+    """
     flat = [row for rows in groups for row in rows]
     index = [number for number, rows in enumerate(groups) for _ in rows]
-    mask = torch.tensor([[complete or row.kept] for row in flat]).long()
-    pivot = [row.pivot if pivoted or row.pivot is None else 0.0 for row in flat]
-    keep = None if complete else KeepProbabilities([row.pi for row in flat], pivot)
-    rewards = torch.tensor([[row.score if complete or row.kept else torch.nan] for row in flat], dtype=torch.float64)
-    rewards = torch.where(mask.bool(), rewards, 0.0)
-    values = grpo_segment_advantage(rewards, mask, index, norm_by_std=norm, keep=keep)[:, 0].tolist()
+    trained = treatment != Treatment.MASKED
+    mask = torch.tensor([[complete or row.kept or trained, complete or row.kept] for row in flat]).long()
+    tossed = None
+    if not complete and treatment != Treatment.FAILED:
+        pivot = [row.pivot if pivoted or row.pivot is None else 0.0 for row in flat]
+        tossed = Tossed([row.pi for row in flat], pivot, [row.reward for row in flat], [not row.kept for row in flat],
+                        [None if row.decided_at is None else 1 for row in flat])
+    rewards = torch.tensor([[row.score if complete or row.kept else row.cut_score, 0.0] for row in flat],
+                           dtype=torch.float64)
+    values = grpo_segment_advantage(rewards, mask, index, norm_by_std=norm, tossed=tossed).tolist()
     return [values[start:start + SIZE] for start in range(0, len(values), SIZE)]
+
+
+def divided_by_std(groups: list[list[Row]], values: list) -> list[list[tuple[float, float]]]:
+    """Negative control: weighted advantages over the weighted estimate of a group's standard deviation."""
+    result = []
+    for rows, found in zip(groups, values, strict=True):
+        weights = [row.kept / row.pi for row in rows]
+        mean = sum(w * row.score for w, row in zip(weights, rows, strict=True)) / SIZE
+        square = sum(w * (row.score - mean) ** 2 for w, row in zip(weights, rows, strict=True)) / (SIZE - 1)
+        result.append([tuple(value / (square**0.5 + 1e-6) for value in pair) for pair in found])
+    return result
 
 
 def self_inclusive(rows: list[Row], self_normalised: bool) -> list[float]:
@@ -141,19 +203,25 @@ def self_inclusive(rows: list[Row], self_normalised: bool) -> list[float]:
     weights = [row.kept / row.pi for row in rows]
     divisor = sum(weights) if self_normalised else len(rows)
     mean = sum(w * row.score for w, row in zip(weights, rows, strict=True)) / divisor
-    return [w * (row.score - mean) for w, row in zip(weights, rows, strict=True)]
+    return [(w * (row.score - mean),) * 2 for w, row in zip(weights, rows, strict=True)]
 
 
 def unweighted(rows: list[Row]) -> list[float]:
     """Negative control: what is left is taken for the whole group."""
     mean = statistics.fmean(row.score for row in rows if row.kept)
-    return [row.score - mean if row.kept else 0.0 for row in rows]
+    return [(row.score - mean if row.kept else 0.0,) * 2 for row in rows]
 
 
-def gradients(groups: list[list[Row]], values: list[list[float]]) -> list[float]:
+def gradients(groups: list[list[Row]], values: list) -> list[float]:
     """One number per group: sum of advantage times score function, over n."""
-    return [sum(a * row.gradient for a, row in zip(advantage, rows, strict=True)) / SIZE
-            for advantage, rows in zip(values, groups, strict=True)]
+    return [sum(head * row.head_of_all + tail * (row.gradient - row.head_of_all)
+                for (head, tail), row in zip(pairs, rows, strict=True)) / SIZE
+            for pairs, rows in zip(values, groups, strict=True)]
+
+
+def decoded(groups: list[list[Row]]) -> float:
+    """Mean tokens of a group."""
+    return statistics.fmean(sum(row.tokens if row.kept else row.decided_at for row in rows) for rows in groups)
 
 
 def token_mean(groups: list[list[Row]], values: list[list[float]], complete: bool) -> list[float]:
@@ -168,19 +236,19 @@ def compare(estimate: list[float], whole: list[float]) -> dict[str, float]:
     differences = [a - b for a, b in zip(estimate, whole, strict=True)]
     error = statistics.stdev(differences) / len(differences) ** 0.5
     return {"bias": statistics.fmean(differences) / abs(statistics.fmean(whole)),
-            "z": statistics.fmean(differences) / error,
+            "z": statistics.fmean(differences) / error if error else 0.0,
             "variance": statistics.variance(estimate) / statistics.variance(whole)}
 
 
 def table(name: str, groups: int, seed: int, penalty: float = 0.0) -> dict[str, dict[str, float]]:
-    """Name of the estimator -> bias, z, variance; plus the share of rows pruned."""
+    """Of `masked`: name of the estimator -> bias, z, variance; plus the share of rows pruned."""
     made = simulate(name, groups, seed, penalty)
     whole, whole_std = (advantages(made, True, norm) for norm in (False, True))
     target, left = gradients(made, whole), advantages(made, False, False)
     result = {
-        "leave-one-out, weighted": compare(gradients(made, left), target),
-        "the same, pivot 0": compare(gradients(made, advantages(made, False, False, pivoted=False)), target),
-        "divided by std": compare(gradients(made, advantages(made, False, True)), gradients(made, whole_std)),
+        "masked": compare(gradients(made, left), target),
+        "masked, pivot 0": compare(gradients(made, advantages(made, False, False, pivoted=False)), target),
+        "control: divided by std": compare(gradients(made, divided_by_std(made, left)), gradients(made, whole_std)),
         "control: self-normalised mean": compare(gradients(made, [self_inclusive(r, True) for r in made]), target),
         "control: mean including self": compare(gradients(made, [self_inclusive(r, False) for r in made]), target),
         "control: token-mean": compare(token_mean(made, left, False), token_mean(made, whole, True)),
@@ -191,43 +259,89 @@ def table(name: str, groups: int, seed: int, penalty: float = 0.0) -> dict[str, 
     return result
 
 
-def over_seeds(scenario: str, groups: int, seeds: list[int], penalty: float) -> dict[str, dict]:
-    """Of every estimator: mean bias and variance, z of every seed, and whether none of them is beyond the limit."""
-    tables = [table(scenario, groups, seed, penalty) for seed in seeds]
-    shares = [found.pop("pruned rows")["share"] for found in tables]
+PROBABILITIES = (0.1, 0.25)  # that a coin spares a candidate
+NEEDS_WEIGHTS = ("enough",)  # scenarios that predict nothing
+
+
+def treatments(name: str) -> list[tuple[str, str, float, bool]]:
+    """(row of the table, treatment, keep probability, divided by the standard deviation) of a scenario."""
+    rows = [(f"{treatment}, pi {pi:g}", treatment, pi, False)
+            for treatment in (Treatment.DOUBLY_ROBUST, Treatment.MASKED) for pi in PROBABILITIES]
+    if name in NEEDS_WEIGHTS:
+        return rows
+    audited = [("failed", Treatment.FAILED, False), ("value", Treatment.VALUE, False),
+               ("failed, divided by std", Treatment.FAILED, True)]
+    return [(label, treatment, PROBABILITIES[0], norm) for label, treatment, norm in audited] + rows
+
+
+def treated(name: str, groups: int, seed: int, penalty: float = 0.0) -> dict[str, dict[str, float]]:
+    """Row of `treatments` -> bias, z, variance, tokens and information per token against complete groups."""
+    result = {}
+    for label, treatment, pi, norm in treatments(name):
+        made = simulate(name, groups, seed, penalty, treatment, pi)
+        found = compare(gradients(made, advantages(made, False, norm, treatment=treatment)),
+                        gradients(made, advantages(made, True, norm)))
+        tokens = decoded(made) / statistics.fmean(sum(row.tokens for row in rows) for rows in made)
+        result[label] = {**found, "tokens": tokens, "information": 1 / (found["variance"] * tokens)}
+    return result
+
+
+def over_seeds(tables: list[dict[str, dict]]) -> dict[str, dict]:
+    """Mean of every number over seeds, z of every seed, and whether none of them is beyond the limit."""
     rows = {}
     for name in tables[0]:
         z = [found[name]["z"] for found in tables]
-        rows[name] = {"bias": statistics.fmean(found[name]["bias"] for found in tables), "z": z,
-                      "variance": statistics.fmean(found[name]["variance"] for found in tables),
-                      "within_limit": max(map(abs, z)) <= LIMIT}
-    return {"pruned_share": statistics.fmean(shares), "estimators": rows}
+        means = {key: statistics.fmean(found[name][key] for found in tables) for key in tables[0][name] if key != "z"}
+        spread = [found[name]["information"] for found in tables if "information" in found[name]]
+        rows[name] = {**means, "z": z, "within_limit": max(map(abs, z)) <= LIMIT,
+                      **({"information_spread": [min(spread), max(spread)]} if spread else {})}
+    return rows
 
 
-def show(scenario: str, found: dict) -> None:
-    print(f"\n{scenario}: {found['pruned_share']:.1%} of the responses pruned")
-    print(f"{'estimator':32}{'bias':>10}{'variance':>10}  z of every seed; within {LIMIT:g} standard errors?")
-    for name, row in found["estimators"].items():
-        print(f"{name:32}{row['bias']:>+10.2%}{row['variance']:>10.2f}  {' '.join(f'{z:+.1f}' for z in row['z'])}  "
-              f"{'yes' if row['within_limit'] else 'NO'}")
+def simulated(scenario: str, groups: int, seeds: list[int], penalty: float) -> dict:
+    tables = [table(scenario, groups, seed, penalty) for seed in seeds]
+    share = statistics.fmean(found.pop("pruned rows")["share"] for found in tables)
+    return {"pruned_share": share, "estimators": over_seeds(tables),
+            "treatments": over_seeds([treated(scenario, groups, seed, penalty) for seed in seeds])}
+
+
+def show(title: str, rows: dict[str, dict]) -> None:
+    print(f"\n{title}\n{'':32}{'bias':>10}{'variance':>10}{'tokens':>8}{'info':>7}  z of every seed; within "
+          f"{LIMIT:g} standard errors?")
+    for name, row in rows.items():
+        more = f"{row['tokens']:>8.2f}{row['information']:>7.2f}" if "tokens" in row else " " * 15
+        print(f"{name:32}{row['bias']:>+10.2%}{row['variance']:>10.2f}{more}  "
+              f"{' '.join(f'{z:+.1f}' for z in row['z'])}  {'yes' if row['within_limit'] else 'NO'}")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--groups", type=int, default=20_000, help="per scenario and seed")
+    parser.add_argument("--groups", type=int, default=10_000, help="simulated, per scenario and seed")
     parser.add_argument("--seeds", default="7,8,9")
     parser.add_argument("--penalty", type=float, default=0.0, help="overlong penalty of the longest response")
+    parser.add_argument("--prompts", type=int, default=128, help="recorded, per task and seed; 0: none")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="recorded")
     parser.add_argument("--json", type=Path, help="write the result here, too")
     options = parser.parse_args(argv)
     started, found = time.monotonic(), {}
     seeds = [int(seed) for seed in options.seeds.split(",")]
     print(f"SIMULATED, {options.groups} groups of {SIZE} per seed, seeds {options.seeds}, penalty {options.penalty}")
-    for scenario in SCENARIOS:
-        found[scenario] = over_seeds(scenario, options.groups, seeds, options.penalty)
-        show(scenario, found[scenario])
+    for scenario in SCENARIOS if options.groups else ():
+        found[scenario] = simulated(scenario, options.groups, seeds, options.penalty)
+        show(f"{scenario}: {found[scenario]['pruned_share']:.1%} of the responses pruned; masked and its controls",
+             found[scenario]["estimators"])
+        show(f"{scenario}: treatments", found[scenario]["treatments"])
+    recorded = estimator_gradients.measure(options.tasks.split(","), seeds, options.prompts) if options.prompts else {}
+    for task, rules in recorded.items():
+        for rule, rows in rules.items():
+            estimator_gradients.show(f"RECORDED, {task}, {rule}", rows)
     if options.json:
-        result = {"simulated": True, "commit": commit(), "groups": options.groups, "seeds": seeds, "size": SIZE,
-                  "penalty": options.penalty, "seconds": round(time.monotonic() - started), "scenarios": found}
+        command = shlex.join(["python", "-m", "bench.estimator_bias", *(sys.argv[1:] if argv is None else argv)])
+        result = {"command": command, "commit": commit(), "seeds": seeds, "device": f"{platform.machine()} CPU, one "
+                  "thread", "versions": {"torch": torch.__version__}, "seconds": round(time.monotonic() - started),
+                  "simulated": {"groups": options.groups, "size": SIZE, "penalty": options.penalty,
+                                "scenarios": found},
+                  "recorded": {"prompts": options.prompts, **estimator_gradients.FACTS, "tasks": recorded}}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

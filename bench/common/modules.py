@@ -12,7 +12,7 @@ def switches(*keys: str) -> list[str]:
 
 
 HISTORY = "history.enable"
-LOOPS = ("prune.repetition.enable", "prune.repetition.keep_row")
+LOOPS = ("prune.repetition.enable",)
 
 
 def arms(segment_length: int) -> dict[str, list[str]]:

@@ -133,7 +133,6 @@ if [ "$SEGMENT" = True ]; then
         ARGS+=(
             +actor_rollout_ref.rollout.segment.enable=True
             +actor_rollout_ref.rollout.segment.prune.repetition.enable=True
-            +actor_rollout_ref.rollout.segment.prune.repetition.keep_row=True
         )
     else
         ARGS+=(+actor_rollout_ref.rollout.segment.profile=$PROFILE)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from esgrpo import conditions
-from esgrpo.algo.terms import Feature
+from esgrpo.algo.terms import Feature, Treatment
 from esgrpo.errors import ConfigError
 
 PREFIX = "actor_rollout_ref.rollout.segment"
@@ -61,9 +61,6 @@ class Repetition:
     max_pattern_size: int = _number(32, 1, 1024, "longest repeated pattern, tokens; at most half of min_span")
     max_surprisal: float = _number(0.01, 0.0, None, "largest mean surprisal (-log-prob) of these tokens, nats a token")
     check_interval: int = _number(128, 1, None, "tokens between two looks at a response")
-    keep_row: bool = _flag(
-        False, "train the shortened response with its reward instead of masking it: a proven failure to unlearn"
-    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Resolved:
 class Audit:
     """How pruning by group rules, and of loops, is measured and bounded."""
 
-    enable: bool = _flag(False, "exempt candidates by a coin and weight the rows that were kept",
+    enable: bool = _flag(False, "exempt candidates by a coin, and see how often a rule would have been wrong",
                          needs=("prune.resolved.enable", "prune.finish_group_after", "prune.repetition.enable"))
     exempt_prob: float = _number(0.1, 0.0, 1.0, "a candidate for pruning runs to its end with this probability",
                                  open_low=True)
@@ -91,11 +88,17 @@ class Audit:
 
 @dataclass(frozen=True)
 class Prune:
+    treatment: str = _choice(
+        "failed", tuple(map(str, Treatment)), "what becomes of a response that is cut. failed: trained as it is, a "
+        "failure; value: trained with its predicted reward; doubly_robust: the same, corrected by weighted responses "
+        "that the coin spared; masked: left out, and those that the coin spared are weighted",
+        needs=("prune.repetition.enable", "prune.resolved.enable", "prune.finish_group_after"))
     repetition: Repetition = field(default_factory=Repetition)
     resolved: Resolved = field(default_factory=Resolved)
     audit: Audit = field(default_factory=Audit)
     finish_group_after: int = _number(
-        0, 0, None, "stragglers may be pruned once this many members are done, right and wrong ones; needs the audit"
+        0, 0, None, "stragglers may be pruned once this many members are done, right and wrong ones; needs the audit "
+        "and a treatment with weights"
     )
 
 
@@ -199,7 +202,12 @@ class Segment:
     @property
     def prunes(self) -> bool:
         prune = self.prune
-        return self.enable and (prune.repetition.enable or self.weighted)
+        return self.enable and (prune.repetition.enable or self.audited)
+
+    @property
+    def masks(self) -> bool:
+        """Responses that are cut are left out of the batch."""
+        return self.prunes and self.prune.treatment == Treatment.MASKED
 
     @property
     def keeps(self) -> bool:
@@ -215,10 +223,8 @@ class Segment:
 
     @property
     def weighted(self) -> bool:
-        """Audited pruning takes rows out of the batch: those that are kept carry the inverse of their probability."""
-        prune = self.prune
-        loops_leave = prune.repetition.enable and not prune.repetition.keep_row
-        return self.audited and (prune.resolved.enable or prune.finish_group_after > 0 or loops_leave)
+        """Advantages need more than rewards: keep probabilities, or what was predicted of a response."""
+        return self.audited and self.prune.treatment != Treatment.FAILED
 
 
 # What a profile sets where the user says nothing. `static` cuts as UloRL does, but submits again at once.
@@ -227,13 +233,12 @@ PROFILES: dict[str, dict] = {
     "off": {},
     "static": {"enable": True, "boundary": "yield"},
     # Only what can decide something under it: soft boundaries leave elastic.enable nothing to change, and group rules
-    # are biased under verl's default algorithm.norm_adv_by_std_in_grpo=True (bench.estimator_bias).
+    # were not measured to bring anything. prune.treatment=failed is the only one that leaves verl's estimator as it is.
     "elastic": {
         "enable": True,
         "history": {"enable": True},
         "routing": {"enable": True},
-        # loops are trained as the failures that they are: masked, they would never be unlearned
-        "prune": {"repetition": {"enable": True, "keep_row": True}, "audit": {"enable": True}},
+        "prune": {"repetition": {"enable": True}, "audit": {"enable": True}},
         "sampler": {"enable": True},
         "sync": {"requests": "keep"},
         "token_outputs": True,
@@ -247,6 +252,11 @@ REMOVED = {f"{PREFIX}.prune.hopeless": "drop it: it never pruned anything, becau
 REMOVED |= dict.fromkeys((f"{PREFIX}.prune.repetition.min_count", f"{PREFIX}.prune.repetition.min_pattern_size"),
                          "drop it: a count of patterns proves no loop; prune.repetition.min_span and "
                          "prune.repetition.max_surprisal do")
+REMOVED[f"{PREFIX}.prune.repetition.keep_row"] = (
+    "drop it: prune.treatment=failed, the default, is True; prune.treatment=masked is False")
+# treatments whose estimate needs more than the cut response itself
+PREDICTED = (Treatment.VALUE, Treatment.DOUBLY_ROBUST)
+UNBIASED = (Treatment.DOUBLY_ROBUST, Treatment.MASKED)  # with the coin, for whatever rule
 
 
 # (section, smaller, larger): bounds that must be in order
@@ -352,6 +362,16 @@ def _check_sections(segment: Segment) -> None:
                           f"0 without {PREFIX}.prune.audit.enable",
                           "optional stopping drops long answers and nothing would weigh the rows that are kept, the "
                           "run does not start", "set prune.audit.enable=True or drop the key")
+    treatment = segment.prune.treatment
+    if segment.prune.finish_group_after and treatment not in UNBIASED:
+        raise ConfigError(f"{PREFIX}.prune.finish_group_after", str(segment.prune.finish_group_after),
+                          f"0 with {PREFIX}.prune.treatment={treatment}",
+                          "optional stopping predicts nothing, and right stragglers would be trained as wrong, the run "
+                          "does not start", "set prune.treatment=masked or doubly_robust, or drop the key")
+    if segment.prunes and treatment in PREDICTED and not segment.prune.audit.enable:
+        raise ConfigError(f"{PREFIX}.prune.treatment", treatment, f"{PREFIX}.prune.audit.enable with it",
+                          "nobody would predict a reward, the run does not start",
+                          "set prune.audit.enable=True, or prune.treatment=failed")
     if segment.token_outputs and not (segment.enable or segment.observe):
         needs("token_outputs", f"{PREFIX}.observe or {PREFIX}.enable", "no process would tell its hooks")
     for section, enable in (("history", segment.history.enable), ("elastic", segment.elastic.enable)):

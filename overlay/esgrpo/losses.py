@@ -225,11 +225,30 @@ def drift_metrics(
 
 
 @dataclass(frozen=True)
-class KeepProbabilities:
-    """What the audit fixed for each of B rows: `pi` in (0, 1], and the reward `pivot` of a tossed row (else None)."""
+class Tossed:
+    """What the audit knows of each of B rows, all of it fixed before the row's coin but `cut`.
+
+    `pi` in (0, 1] is what its weight is the inverse of; `pivot` the reward that its group is measured from, of a row
+    with pi < 1 that has no prediction; `reward` what was predicted of a candidate (else None), `cut` whether it was
+    cut, `decided_at` its tokens when it was decided.
+    """
 
     pi: Sequence[float]
     pivot: Sequence[float | None]
+    reward: Sequence[float | None] | None = None
+    cut: Sequence[bool] | None = None
+    decided_at: Sequence[int | None] | None = None
+
+    def __post_init__(self):
+        columns = (self.pi, self.pivot, self.reward, self.cut, self.decided_at)
+        if len({len(column) for column in columns if column is not None}) > 1:
+            raise ValueError("columns of different lengths")
+
+    def predicted(self, rows: Sequence[int]) -> bool:
+        return self.reward is not None and any(self.reward[row] is not None for row in rows)
+
+    def weighted(self, rows: Sequence[int]) -> bool:
+        return any(self.pi[row] < 1 for row in rows)
 
 
 def grpo_segment_advantage(
@@ -239,14 +258,15 @@ def grpo_segment_advantage(
     *,
     norm_by_std: bool = True,
     epsilon: float = 1e-6,
-    keep: KeepProbabilities | None = None,
+    tossed: Tossed | None = None,
 ) -> torch.Tensor:
-    """GRPO advantages [B, T] in which pruned rows take no part: A = (R - mean) / (std + epsilon) over kept rows.
+    """GRPO advantages [B, T] in which masked rows take no part: A = (R - mean) / (std + epsilon) over kept rows.
 
-    A row is pruned when its response mask is empty; its advantage is 0. Where pruning leaves one kept row, there is
+    A row is masked when its response mask is empty; its advantage is 0. Where masking leaves one kept row, there is
     no baseline and its advantage is 0 too. A group that was sampled with one row keeps verl's rule (mean 0, std 1).
-    Without pruned rows the result equals verl's `grpo` bit for bit; the arithmetic below follows its order of
-    operations for that reason. A group in which a coin was tossed (pi < 1) gets `weighted_advantages`.
+    Without masked rows the result equals verl's `grpo` bit for bit; the arithmetic below follows its order of
+    operations for that reason. A group with a predicted reward gets `predicted_advantages`, another one in which a
+    coin was tossed (pi < 1) `weighted_advantages`.
 
     Args:
         token_level_rewards: [B, T]; a row's reward is the sum over all of its T positions.
@@ -254,29 +274,38 @@ def grpo_segment_advantage(
         index: B group ids.
         norm_by_std: False leaves out the division (Dr.GRPO).
         epsilon: added to the standard deviation.
-        keep: keep probabilities of audited pruning, or None.
+        tossed: what the audit knows of the rows, or None.
 
     Raises:
-        ValueError: shapes or lengths do not match.
+        ValueError: shapes or lengths do not match, or a group with weights or predictions is to be divided by its
+            standard deviation: that of the complete group is not known, and any estimate of it biases the gradient.
     """
     _same_shape(token_level_rewards=token_level_rewards, response_mask=response_mask)
     if len(index) != token_level_rewards.shape[0]:
         raise ValueError(f"index has {len(index)} rows, the batch has {token_level_rewards.shape[0]}")
-    if keep is not None and not len(keep.pi) == len(keep.pivot) == len(index):
-        raise ValueError(f"{len(keep.pi)} keep probabilities and {len(keep.pivot)} pivots for {len(index)} rows")
+    if tossed is not None and len(tossed.pi) != len(index):
+        raise ValueError(f"{len(tossed.pi)} keep probabilities for {len(index)} rows")
     with torch.no_grad():
         scores = token_level_rewards.sum(dim=-1)
         kept = response_mask.bool().any(dim=-1).tolist()
         groups: dict[Hashable, list[int]] = {}
         for row, group in enumerate(index):
             groups.setdefault(group, []).append(row)
-        advantages = torch.zeros_like(scores)
+        advantages, by_token = torch.zeros_like(scores), {}
         for members in groups.values():
             rows = [row for row in members if kept[row]]
-            tossed = [] if keep is None else [row for row in members if keep.pi[row] < 1]
-            if tossed:
-                advantages[rows] = weighted_advantages(scores[rows], [keep.pi[row] for row in rows], len(members),
-                                                       keep.pivot[tossed[0]], norm_by_std, epsilon)
+            predicted = tossed is not None and tossed.predicted(members)
+            weighted = tossed is not None and tossed.weighted(members)
+            if (predicted or weighted) and norm_by_std:
+                raise ValueError("no standard deviation of a group with weights or predicted rewards: "
+                                 "norm_adv_by_std_in_grpo=False")
+            if predicted:
+                by_token[tuple(members)] = predicted_advantages(scores[members], response_mask[members],
+                                                                _of(tossed, members))
+            elif weighted:
+                pivot = next(tossed.pivot[row] for row in members if tossed.pi[row] < 1)
+                advantages[rows] = weighted_advantages(scores[rows], [tossed.pi[row] for row in rows], len(members),
+                                                       pivot)
             elif len(rows) == 1 and len(members) == 1:
                 # 0-dim tensors, not Python numbers: 1 + epsilon is rounded in float32 as verl does
                 mean, std = torch.tensor(0.0), torch.tensor(1.0)
@@ -285,12 +314,18 @@ def grpo_segment_advantage(
                 group_scores = scores[rows]
                 mean, std = torch.mean(group_scores), torch.std(group_scores)
                 advantages[rows] = _normalised(group_scores, mean, std, norm_by_std, epsilon)
-        return advantages.unsqueeze(-1) * response_mask
+        result = advantages.unsqueeze(-1) * response_mask
+        for members, values in by_token.items():
+            result[list(members)] = values
+        return result
 
 
-def weighted_advantages(
-    scores: torch.Tensor, pi: Sequence[float], size: int, pivot: float, norm_by_std: bool, epsilon: float
-) -> torch.Tensor:
+def _of(tossed: Tossed, rows: Sequence[int]) -> Tossed:
+    return Tossed(*([column[row] for row in rows] if column is not None else None for column in
+                    (tossed.pi, tossed.pivot, tossed.reward, tossed.cut, tossed.decided_at)))
+
+
+def weighted_advantages(scores: torch.Tensor, pi: Sequence[float], size: int, pivot: float) -> torch.Tensor:
     """Advantages of the kept rows of one group of `size` >= 2 sampled rows, their weights w = 1 / pi folded in.
 
     A_i = w_i (n - 1) / n * [(R_i - c) - 1 / (n - 1) * sum over kept j != i of w_j (R_j - c)]
@@ -298,28 +333,58 @@ def weighted_advantages(
     Unbiased for the mean-baseline GRPO gradient of the whole group, given its n complete responses: each coin has
     E[w] = 1 given all that was known before it, so E[w_i] = E[w_i w_j] = 1 for i != j, and with all w = 1 the formula
     is R_i - mean(R). What would be wrong: a mean that includes row i has a term w_i^2, with E[w_i^2] = 1 / pi_i; a
-    mean divided by sum w is a ratio, biased in small groups; and a denominator of the loss that counts kept tokens is
+    mean divided by sum w is a ratio, biased in small groups; so is a division by an estimated standard deviation, which
+    has no bound either where what is left of a group agrees; and a denominator of the loss that counts kept tokens is
     correlated with the weights. The pivot c, any reward known before the group's first coin, changes nothing in that
     expectation and much in the variance: with c the common reward of the finished members, a group whose outcome was
-    foreseen has the advantage 0 in every row instead of on average.
+    foreseen has the advantage 0 in every row instead of on average. Bounded by max w max |R - c| (1 + max w).
 
     The weight may sit in the advantage because pois, sais and all of verl's losses but clip_cov, kl_cov and dro are
     positively homogeneous in it. KL and entropy terms have no advantage and are not weighted.
-
-    A row that a sample rule took out (a repetition loop) is neither kept nor unseen: it stays in n and contributes
-    R_j = c. With `norm_by_std` the result is divided by the Horvitz-Thompson estimate of the group's standard
-    deviation, a ratio: unbiased no more (`python -m bench.estimator_bias` measures by how much).
     """
     weights = 1 / torch.tensor(pi, dtype=torch.float64, device=scores.device)
     # the pivot is rounded like the rewards: an equal reward must give exactly 0
     centred = (scores - torch.tensor(pivot, dtype=scores.dtype, device=scores.device)).double()
     weighted = weights * centred
     others = (weighted.sum() - weighted) / (size - 1)
-    advantages = weights * (size - 1) / size * (centred - others)
-    if norm_by_std:
-        mean = weighted.sum() / size
-        advantages = advantages / ((weights * (centred - mean) ** 2).sum() / (size - 1)).sqrt().add(epsilon)
-    return advantages.to(scores.dtype)
+    return (weights * (size - 1) / size * (centred - others)).to(scores.dtype)
+
+
+def predicted_advantages(scores: torch.Tensor, response_mask: torch.Tensor, tossed: Tossed) -> torch.Tensor:
+    """Advantages [n, T] of one group in which rewards were predicted: treatments `value` and `doubly_robust`.
+
+    With m_i the prediction, k_i = 0 for a cut row and else 1, w_i = k_i / pi_i (pi_i = 1 under `value`):
+        reward of the group   S_i = m_i + w_i (R_i - m_i)               R_i where nothing was predicted
+        baseline              b_i = mean of S_j over j != i
+        up to the decision    A_i = (n - 1) / n (S_i - b_i)
+        after it (pi_i < 1)   A_i = (n - 1) / n w_i (R_i - b_i)         0 for the few tokens of a cut row
+
+    Given the n complete responses and E[w] = 1 of each coin given all before it, E[S_i] = R_i and E[w_i b_i] = b_i, so
+    that with pi < 1 the sum over tokens is unbiased for the mean-baseline gradient, whatever m is. With pi = 1 a row
+    that was cut is trained as far as it came: what is missing is the gradient of its tail. Linear in the advantage:
+    under a clipped loss the correction holds to first order. Bounded by 2 (max |R| + max |m|) max w.
+
+    Args:
+        scores: [n], of the complete responses; what a cut one got is not looked at.
+        response_mask: [n, T].
+        tossed: of these n rows.
+    """
+    size, like = len(tossed.pi), dict(dtype=torch.float64, device=scores.device)
+    exact, cut = scores.double(), torch.tensor(tossed.cut, device=scores.device)
+    known = torch.tensor([reward is not None for reward in tossed.reward], device=scores.device)
+    # rounded like the rewards: an equal reward must give exactly 0
+    predicted = torch.tensor([reward or 0.0 for reward in tossed.reward], dtype=scores.dtype,
+                             device=scores.device).double()
+    weights = torch.where(cut, 0.0, 1 / torch.tensor(tossed.pi, **like))
+    reward = torch.where(known, predicted + weights * (exact - predicted), exact)
+    alone = size == 1  # verl's rule: mean 0
+    others = torch.zeros_like(reward) if alone else (reward.sum() - reward) / (size - 1)
+    share = 1.0 if alone else (size - 1) / size
+    ends = torch.tensor([at if at is not None and pi < 1 else response_mask.shape[1]
+                         for at, pi in zip(tossed.decided_at, tossed.pi, strict=True)], device=scores.device)
+    tail = response_mask.cumsum(-1) > ends.unsqueeze(-1)
+    values = torch.where(tail, (weights * (exact - others)).unsqueeze(-1), (reward - others).unsqueeze(-1))
+    return (share * values).to(scores.dtype) * response_mask
 
 
 def _normalised(

@@ -16,7 +16,7 @@ pytest.importorskip("verl")
 
 SIZE, BUDGET, BUFFER, FACTOR = 6, 100, 50, 1.0
 CERTAIN = {"known": True, "low": 5.0, "alpha": 5000.0, "beta": 0.1, "tokens": 50, "high": 90, "length_class": "body"}
-PRUNE = {"resolved": {"enable": True, "null_prob": 0.5},
+PRUNE = {"treatment": "masked", "resolved": {"enable": True, "null_prob": 0.5},
          "audit": {"enable": True, "exempt_prob": 0.1, "max_fraction": 0.75, "min_candidates": 1, "window": 50,
                    "max_false_rate": 1.0}}
 
@@ -137,8 +137,8 @@ def test_correct_samples_agree_in_spite_of_the_penalty(manager):
 
 
 def test_a_pruned_group_with_unequal_rewards_is_trained_and_unbiased_weights_reach_it(manager):
-    from esgrpo.algo.pruning import is_resolved_null
-    from esgrpo.hooks.verl.losses.weighted_rows import keep_of
+    from esgrpo.algo.treatment import is_resolved_null
+    from esgrpo.hooks.verl.losses.weighted_rows import tossed_of
     from esgrpo.losses import grpo_segment_advantage
 
     made = worker()
@@ -149,12 +149,12 @@ def test_a_pruned_group_with_unequal_rewards_is_trained_and_unbiased_weights_rea
     assert not all(kept) and not is_resolved_null(rows, kept)
     mask = torch.tensor([[int(item)] for item in kept])
     rewards = torch.tensor([[row["score"]] for row in rows])
-    advantages = grpo_segment_advantage(rewards, mask, ["g"] * SIZE, norm_by_std=False, keep=keep_of({"esgrpo": rows}))
+    advantages = grpo_segment_advantage(rewards, mask, ["g"] * SIZE, norm_by_std=False, tossed=tossed_of({"esgrpo": rows}))
     assert advantages[0] > 0 and not advantages[~mask.bool()].any()
 
 
 def test_without_the_penalty_the_group_is_null(manager):
-    from esgrpo.algo.pruning import is_resolved_null
+    from esgrpo.algo.treatment import is_resolved_null
 
     made = worker()
     for number in range(6):

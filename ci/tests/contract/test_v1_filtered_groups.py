@@ -20,7 +20,7 @@ from esgrpo.hooks.verl.metrics import decision_counts  # noqa: E402
 from esgrpo.hooks.verl.v1.prompts import filtered_groups  # noqa: E402
 
 pytestmark = pytest.mark.slow
-PRUNE = {"repetition": {"enable": True}, "resolved": {"enable": True}, "audit": {"enable": True}}
+PRUNE = {"treatment": "masked", "repetition": {"enable": True}, "resolved": {"enable": True}, "audit": {"enable": True}}
 DONE, CUT = {"outcome": "finish"}, {"outcome": "prune", "rule": "resolved"}
 LOOP = {"outcome": "prune", "rule": "repetition"}
 

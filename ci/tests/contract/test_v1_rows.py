@@ -23,7 +23,8 @@ from esgrpo.hooks.verl.v1.rows import masked_rows, response_rows  # noqa: E402
 from esgrpo.hooks.verl.v1.rows import trained_rows as v1_trained_rows
 
 pytestmark = pytest.mark.slow
-PRUNING = json.dumps({"enable": True, "segment_length": 2, "prune": {"repetition": {"enable": True}}})
+PRUNING = json.dumps({"enable": True, "segment_length": 2,
+                      "prune": {"treatment": "masked", "repetition": {"enable": True}}})
 
 
 def postprocess(queue, hooked: bool) -> dict:
@@ -148,7 +149,7 @@ def test_trained_rows_leave_out_padding_and_all_outputs_but_the_last(queue, monk
 
 def test_audited_pruning_is_reported_with_its_length_bias(queue, monkeypatch, tmp_path):
     """The long one of three was exempted with probability 1/4: it stands for three that would have been pruned."""
-    audited = {"enable": True, "prune": {"finish_group_after": 2, "audit": {"enable": True}}}
+    audited = {"enable": True, "prune": {"finish_group_after": 2, "treatment": "masked", "audit": {"enable": True}}}
     monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps(audited))
     plain = {"candidate": False, "exempted": False, "keep_probability": 1.0, "candidate_rule": "",
              "tokens_at_decision": None}

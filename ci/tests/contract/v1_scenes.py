@@ -13,7 +13,8 @@ from esgrpo.hooks.verl.v1.prompts import carried_groups
 
 def summary(group: str, member: int, outcome: str = "finish", rule: str = "", tokens: int = 3) -> dict:
     return {"group": group, "member": member, "outcome": outcome, "rule": rule, "tokens": tokens, "attempts": 1,
-            "reprefill": 0, "boundaries": 0, "spans": [[0, tokens]], "started": 1.0, "ended": 2.0}
+            "reprefill": 0, "boundaries": 0, "spans": [[0, tokens]], "started": 1.0, "ended": 2.0,
+            "treatment": "masked" if outcome == "prune" else ""}
 
 
 def put(queue, key: str, tokens: int, padding: bool = False, **fields) -> None:

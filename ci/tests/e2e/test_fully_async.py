@@ -63,7 +63,7 @@ def overrides(tmp_path: Path, run_dir: Path, *extra: str, reward: Path | None = 
 def stragglers(finish_after: int) -> list[str]:
     """The group rule `enough` under an audit that is satisfied with its first outcome: a run of seconds sees prunes."""
     audit = {"enable": True, "min_candidates": 1, "max_false_rate": 1.0}
-    return [f"{SEGMENT}.prune.finish_group_after={finish_after}",
+    return [f"{SEGMENT}.prune.treatment=masked", f"{SEGMENT}.prune.finish_group_after={finish_after}",
             *[f"{SEGMENT}.prune.audit.{key}={value}" for key, value in audit.items()]]
 
 

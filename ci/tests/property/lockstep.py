@@ -462,4 +462,4 @@ def _ending(record: rows.Response) -> tuple:
     score = record.score if record.outcome == Outcome.FINISH else None  # of a pruned one each driver says its own
     return ("record", record.outcome, record.rule, record.tokens, record.candidate, record.exempted,
             record.keep_probability, record.pivot, record.candidate_rule, record.decided_by, record.tokens_at_decision,
-            score)
+            score, record.treatment, record.coin, record.predicted, record.predicted_reward)

@@ -34,7 +34,7 @@ def cases(draw):
     n = draw(st.integers(1, 6))
     member = st.tuples(st.integers(0, 70), st.sampled_from([2, 1000]))
     names = [f"g{i}" for i in range(draw(st.integers(1, 6)))]
-    prune = {**RULES[draw(st.sampled_from(sorted(RULES)))],
+    prune = {**RULES[draw(st.sampled_from(sorted(RULES)))], "treatment": "masked",
              "audit": {**AUDIT, "max_fraction": draw(st.sampled_from([0.25, 0.5, 1.0]))},
              "repetition": {"enable": draw(st.booleans()), **LOOPS}}
     return {"n": n, "seed": draw(st.integers(0, 10**6)), "replicas": draw(st.integers(1, 3)),
@@ -100,7 +100,7 @@ def many(seed, rule="enough", **values):
     return {"n": 6, "seed": seed, "replicas": 2, "transit": 3, "scoring": 2, "syncs": {20: False, 30: True},
             "groups": {f"g{i}": lengths for i in range(12)},
             "values": {"enable": True, "seed": seed, "segment_length": 10,
-                       "prune": {**RULES[rule], "audit": AUDIT}, **values}}
+                       "prune": {**RULES[rule], "treatment": "masked", "audit": AUDIT}, **values}}
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))

@@ -31,9 +31,12 @@ CAP, EXAMPLES = 64, 50
 COINS = {"enable": True, "exempt_prob": 0.4, "min_candidates": 1, "max_false_rate": 1.0, "max_fraction": 0.75}
 # boundaries lie at multiples of 4 and endings at odd lengths: nothing happens in the same step as something else
 BASE = {"segment_length": 1024, "elastic": {"min_length": 4, "max_length": 4096}, "routing": {"tail_share": 0.25}}
-RULES = {"resolved": {"resolved": {"enable": True, "null_prob": 1.0}, "audit": COINS},
-         "enough": {"resolved": {"enable": False}, "finish_group_after": 2, "audit": COINS},
-         "both": {"resolved": {"enable": True, "null_prob": 1.0}, "finish_group_after": 2, "audit": COINS}}
+RULES = {"resolved": {"resolved": {"enable": True, "null_prob": 1.0}, "treatment": "masked", "audit": COINS},
+         "failed": {"resolved": {"enable": True, "null_prob": 1.0}, "treatment": "failed", "audit": COINS},
+         "predicted": {"resolved": {"enable": True, "null_prob": 1.0}, "treatment": "doubly_robust", "audit": COINS},
+         "enough": {"resolved": {"enable": False}, "finish_group_after": 2, "treatment": "masked", "audit": COINS},
+         "both": {"resolved": {"enable": True, "null_prob": 1.0}, "finish_group_after": 2, "treatment": "masked",
+                  "audit": COINS}}
 NO_RULES = {"resolved": {"enable": False}, "audit": {"enable": False}}
 
 
@@ -142,7 +145,7 @@ def test_a_workload_is_decided_the_same_in_simulator_engine_benchmark_and_hooks(
     found = compare(script, ADVISED)
     outcomes = [story[-1] for group in found.values() for story in group.members.values()]
     assert {outcome for _, outcome, *_ in outcomes} == {"finish", "prune"} and len(outcomes) == members * count
-    assert any(exempted for *_, exempted, _, _, _, _, _, _ in outcomes)
+    assert any(facts[4] for _, *facts in outcomes)
 
 
 # the exempted members of the first group are the evidence on which the last two of the second one are pruned

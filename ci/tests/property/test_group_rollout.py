@@ -200,6 +200,7 @@ def cases(draw):
     member = st.tuples(st.integers(0, 70), st.sampled_from([2, 1000]))
     prune = {"finish_group_after": draw(st.integers(0, 3)), "repetition": {"enable": draw(st.booleans()), **LOOPS}}
     if prune["finish_group_after"] or prune["repetition"]["enable"]:  # an audit of nothing is refused
+        prune["treatment"] = "masked"
         prune["audit"] = STRICT
     names = [f"g{i}" for i in range(draw(st.integers(1, 3)))]
     return {
@@ -226,7 +227,7 @@ LAST_TOKEN = {"n": 5, "seed": 0, "replicas": 1, "transit": 0, "scoring": 0, "syn
               "groups": {"g0": [(length, 2) for length in (0, 0, 3, 1, 5)],
                          "g1": [(length, 2) for length in (0, 4, 5, 13, 9)]},
               "values": {"enable": True, "segment_length": 2, "boundary": "yield",
-                         "prune": {"finish_group_after": 1, "audit": STRICT,
+                         "prune": {"finish_group_after": 1, "treatment": "masked", "audit": STRICT,
                                    "repetition": {"enable": False, **LOOPS}}}}
 
 
@@ -312,7 +313,8 @@ def straggling(syncs: dict, **more):
     case = {"n": 4, "seed": 1, "replicas": 1, "transit": 0, "scoring": 0, "syncs": syncs,
             "groups": {"first": [(1, 1000), (3, 1000), (13, 1000), (14, 1000)],
                        "g": [(0, 1000), (20, 1000), (21, 1000), (60, 1000)]},
-            "values": {"enable": True, "prune": {"finish_group_after": 2, "audit": STRICT}}, **more}
+            "values": {"enable": True, "prune": {"finish_group_after": 2, "treatment": "masked", "audit": STRICT}},
+            **more}
     world, rows = simulate(case)
     return world, [row.extra_fields["esgrpo"] for row in rows if row.extra_fields["esgrpo"]["group"] == "g"]
 

@@ -27,7 +27,7 @@ GROUPS, REPLICAS, BUDGET = ("a", "b", "c"), ("r0", "r1", "r2"), 40
 SETTINGS = {
     "enable": True, "boundary": "yield", "segment_length": 8, "success_threshold": 0.5,
     "elastic": {"enable": True, "min_length": 2, "max_length": 16},
-    "prune": {"resolved": {"enable": True, "null_prob": 1.0}, "finish_group_after": 2,
+    "prune": {"resolved": {"enable": True, "null_prob": 1.0}, "finish_group_after": 2, "treatment": "masked",
               "audit": {"enable": True, "exempt_prob": 0.3, "min_candidates": 1, "max_false_rate": 1.0}}}
 
 

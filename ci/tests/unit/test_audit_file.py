@@ -12,7 +12,8 @@ from esgrpo import config, records
 from esgrpo.algo.group_pruning import Finished
 from esgrpo.hooks.verl.groups import audit_pool, rollout_driver
 
-PRUNE = {"finish_group_after": 2, "audit": {"enable": True, "min_candidates": 1, "max_false_rate": 1.0}}
+PRUNE = {"treatment": "masked", "finish_group_after": 2,
+         "audit": {"enable": True, "min_candidates": 1, "max_false_rate": 1.0}}
 FILE, BUDGET = "history-audit.json", 64
 
 

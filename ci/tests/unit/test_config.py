@@ -154,9 +154,12 @@ def with_needs(values, needs):
     for switch, other in (("routing.enable", "history.enable"), ("sampler.enable", "history.enable"),
                           ("history.enable", "enable"), ("prune.resolved.enable", "prune.audit.enable"),
                           ("prune.audit.enable", "prune.resolved.enable"),
-                          ("prune.finish_group_after", "prune.audit.enable")):
+                          ("prune.finish_group_after", "prune.audit.enable"),
+                          ("prune.treatment", "prune.audit.enable")):
         if value_at(values, switch) and value_at(values, other) is None:
             values = with_needs(values, ((other,),))
+    if value_at(values, "prune.finish_group_after"):
+        values = config._merged(values, {"prune": {"treatment": "masked"}})
     return values
 
 
@@ -215,13 +218,13 @@ def test_no_number_is_infinite(path, field, value):
 def test_profiles_are_defaults_and_the_user_has_the_last_word():
     elastic = parse({"profile": "elastic", "prune": {"resolved": {"enable": True, "null_prob": 0.2}},
                      "elastic": {"enable": True}, "sampler": {"enable": False}})
-    assert elastic.prune.repetition.keep_row and elastic.prune.resolved.null_prob == 0.2
+    assert elastic.prune.treatment == "failed" and elastic.prune.resolved.null_prob == 0.2
     assert not elastic.sampler.enable and elastic.sync.requests == "keep"
     assert parse(json.loads(config.to_json(elastic))) == elastic
     static = parse({"profile": "static", "segment_length": 64})
     assert static.enable and static.boundary == "yield" and not static.prunes
     assert config.features(parse({"profile": "off"}), "vanilla") == frozenset()
-    assert {"history", "routing", "elastic", "weighted", "keep", "token_outputs"} <= config.features(elastic, "pois")
+    assert {"history", "routing", "elastic", "keep", "token_outputs"} <= config.features(elastic, "pois")
 
 
 def test_choices_say_the_closest():
@@ -257,19 +260,37 @@ def test_a_pattern_stands_at_least_twice_in_a_loop():
     assert parse({"prune": {"repetition": {"min_span": 8, "max_pattern_size": 4}}}).prune.repetition.min_span == 8
 
 
-@pytest.mark.parametrize("prune, audited, weighted", [
-    ({"repetition": {"enable": True}}, False, False),
-    ({"repetition": {"enable": True}, "audit": {"enable": True}}, True, True),
-    # a loop whose row is trained takes nothing out of the batch
-    ({"repetition": {"enable": True, "keep_row": True}, "audit": {"enable": True}}, True, False),
-    ({"repetition": {"enable": True, "keep_row": True}, "audit": {"enable": True}, "resolved": {"enable": True}}, True,
-     True),
+AUDIT = {"audit": {"enable": True}}
+
+
+@pytest.mark.parametrize("prune, audited", [
+    ({"repetition": {"enable": True}}, False), ({"repetition": {"enable": True}, **AUDIT}, True),
+    ({"repetition": {"enable": True}, **AUDIT, "resolved": {"enable": True}}, True),
 ])
-def test_the_audit_has_the_loops_where_it_is_on(prune, audited, weighted):
-    segment = parse({"enable": True, "prune": prune})
-    assert (segment.audited, segment.weighted) == (audited, weighted)
+@pytest.mark.parametrize("treatment", ["failed", "value", "doubly_robust", "masked"])
+def test_the_audit_has_the_loops_where_it_is_on(prune, audited, treatment):
+    """A coin alone weighs nothing: the estimator hears of it only where the treatment needs it."""
+    if not audited and treatment in ("value", "doubly_robust"):
+        assert "audit.enable" in refusal({"enable": True, "prune": {**prune, "treatment": treatment}})
+        return
+    segment = parse({"enable": True, "prune": {**prune, "treatment": treatment}})
+    assert (segment.audited, segment.weighted) == (audited, audited and treatment != "failed")
+    assert segment.masks == (treatment == "masked") and segment.prunes
     off = config.Segment(prune=segment.prune)  # segment.enable is the main switch
     assert not off.audited and not off.weighted
+
+
+@pytest.mark.parametrize("treatment", ["failed", "value"])
+def test_a_rule_that_predicts_nothing_needs_weights(treatment):
+    prune = {"finish_group_after": 3, **AUDIT, "treatment": treatment}
+    assert "prune.treatment" in refusal({"enable": True, "prune": prune})
+    assert parse({"enable": True, "prune": {**prune, "treatment": "doubly_robust"}}).weighted
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_the_key_that_the_treatment_replaces_says_so(value):
+    line = refusal({"prune": {"repetition": {"enable": True, "keep_row": value}}})
+    assert "prune.repetition.keep_row" in line and "prune.treatment=failed" in line and "\n" not in line
 
 
 def test_nested_values_keep_their_siblings():
@@ -281,7 +302,7 @@ def test_nested_values_keep_their_siblings():
 
 def test_json_round_trip(monkeypatch):
     segment = parse({"enable": True, "segment_length": 7, "boundary": "yield", "dmmpt": {"enable": True, "tau": 0.5},
-                     "prune": {"finish_group_after": 3, "audit": {"enable": True}}, "success_threshold": 1})
+                     "prune": {"finish_group_after": 3, "treatment": "masked", **AUDIT}, "success_threshold": 1})
     text = config.to_json(segment)
     assert parse(json.loads(text)) == segment != Segment()
     monkeypatch.setenv(config.ENV_SEGMENT, text)
@@ -303,7 +324,7 @@ def test_frozen():
     ({}, "vanilla", ""), ({"observe": True}, "vanilla", "observe"), ({"enable": True}, "vanilla", "observe segment"),
     ({"enable": True, "boundary": "yield"}, "vanilla", "observe segment yield"),
     ({"enable": True, "prune": {"repetition": {"enable": True}}}, "pois", "observe segment prune pois"),
-    ({"enable": True, "prune": {"finish_group_after": 2, "audit": {"enable": True}}}, "pois",
+    ({"enable": True, "prune": {"finish_group_after": 2, "treatment": "masked", **AUDIT}}, "pois",
      "observe segment prune weighted pois"),
     ({"dmmpt": {"enable": True}}, "sais", "dmmpt sais"), ({}, "gspo", ""),
 ])

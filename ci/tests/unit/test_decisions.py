@@ -163,7 +163,8 @@ def worker_run(tmp_path, monkeypatch, **segment) -> tuple[rollout_driver.Driver,
 
 def test_a_group_that_is_over_leaves_one_row_and_status_prints_it(tmp_path, monkeypatch, capsys):
     driver, rows = worker_run(tmp_path, monkeypatch)
-    assert [row["decisions"] for row in rows] == [{"segments/resubmitted": 1, "loops/pruned": 1}] * 2
+    counts = {"segments/resubmitted": 1, "loops/pruned": 1}
+    assert [row["decisions"] for row in rows] == [counts, {**counts, "treated/failed": 1}]
     (written,) = [row for row in records.read(str(tmp_path), "decisions") if row["process"] == "agent-loop-worker"]
     assert written["counts"] == dict(driver.decisions)
     driver._note()  # nothing has changed

@@ -12,7 +12,7 @@ from bench import estimator_bias
 from esgrpo import losses
 from esgrpo.call import wrapped
 from esgrpo.errors import EsgrpoError
-from esgrpo.losses import KeepProbabilities
+from esgrpo.losses import Tossed
 
 torch.set_num_threads(1)
 GROUPS, SEED = 6000, 11
@@ -30,8 +30,8 @@ def batch(dtype=torch.float32, seed=0, size=8, groups=5):
 def test_weights_of_one_change_no_bit(norm, dtype):
     rewards, mask, index = batch(dtype)
     plain = losses.grpo_segment_advantage(rewards, mask, index, norm_by_std=norm)
-    ones = KeepProbabilities([1.0] * len(index), [None] * len(index))
-    assert torch.equal(losses.grpo_segment_advantage(rewards, mask, index, norm_by_std=norm, keep=ones), plain)
+    ones = Tossed([1.0] * len(index), [None] * len(index))
+    assert torch.equal(losses.grpo_segment_advantage(rewards, mask, index, norm_by_std=norm, tossed=ones), plain)
 
 
 def test_a_tossed_group_changes_no_bit_of_another():
@@ -39,7 +39,7 @@ def test_a_tossed_group_changes_no_bit_of_another():
     pi, pivot = [1.0] * len(index), [None] * len(index)
     pi[3], pivot[3] = 0.25, 0.5
     plain = losses.grpo_segment_advantage(rewards, mask, index, norm_by_std=False)
-    mixed = losses.grpo_segment_advantage(rewards, mask, index, norm_by_std=False, keep=KeepProbabilities(pi, pivot))
+    mixed = losses.grpo_segment_advantage(rewards, mask, index, norm_by_std=False, tossed=Tossed(pi, pivot))
     assert torch.equal(mixed[8:], plain[8:]) and not torch.equal(mixed[:8], plain[:8])
 
 
@@ -48,8 +48,8 @@ def test_the_formula_row_by_row():
     mask = torch.tensor([[0 if i in pruned else 1] for i in range(4)])
     rewards = torch.tensor([[s] for s in scores], dtype=torch.float64)
     for pivot in (0.0, 1.0, 0.3):
-        keep = KeepProbabilities(pi, [None, None, pivot, pivot])
-        got = losses.grpo_segment_advantage(rewards, mask, ["g"] * 4, norm_by_std=False, keep=keep)[:, 0].tolist()
+        keep = Tossed(pi, [None, None, pivot, pivot])
+        got = losses.grpo_segment_advantage(rewards, mask, ["g"] * 4, norm_by_std=False, tossed=keep)[:, 0].tolist()
         weight = [0.0 if i in pruned else 1 / pi[i] for i in range(4)]
         for i in range(4):
             others = sum(weight[j] * (scores[j] - pivot) for j in range(4) if j != i) / 3
@@ -58,29 +58,29 @@ def test_the_formula_row_by_row():
 
 def test_with_nobody_pruned_and_no_weight_it_is_the_mean_baseline():
     scores = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
-    ours = losses.weighted_advantages(scores, [1.0] * 4, 4, 0.7, False, 1e-6)
+    ours = losses.weighted_advantages(scores, [1.0] * 4, 4, 0.7)
     assert torch.allclose(ours, scores - scores.mean(), atol=1e-15)
-    normed = losses.weighted_advantages(scores, [1.0] * 4, 4, 0.7, True, 1e-6)
-    assert torch.allclose(normed, (scores - scores.mean()) / (scores.std() + 1e-6), atol=1e-12)
 
 
-@pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1.0])
-def test_a_foreseen_group_has_no_gradient_at_all(norm, reward):
+def test_a_foreseen_group_has_no_gradient_at_all(reward):
     """float32 rewards against a Python pivot: 0.1 must meet 0.1."""
     mask = torch.tensor([[1], [1], [1], [0]])
-    keep = KeepProbabilities([1.0, 1.0, 0.1, 0.1], [None, None, reward, reward])
-    ours = losses.grpo_segment_advantage(torch.full((4, 1), reward), mask, ["g"] * 4, norm_by_std=norm, keep=keep)
+    keep = Tossed([1.0, 1.0, 0.1, 0.1], [None, None, reward, reward])
+    ours = losses.grpo_segment_advantage(torch.full((4, 1), reward), mask, ["g"] * 4, norm_by_std=False, tossed=keep)
     assert not ours.any()
-    without = KeepProbabilities(keep.pi, [None, None, 0.0, 0.0])
-    other = losses.grpo_segment_advantage(torch.full((4, 1), reward), mask, ["g"] * 4, norm_by_std=norm, keep=without)
+    without = Tossed(keep.pi, [None, None, 0.0, 0.0])
+    other = losses.grpo_segment_advantage(torch.full((4, 1), reward), mask, ["g"] * 4, norm_by_std=False,
+                                          tossed=without)
     assert bool(other.any()) == (reward != 0)  # negative control: pivot 0
 
 
 def test_lengths_are_checked():
+    with pytest.raises(ValueError, match="different lengths"):
+        Tossed([1.0], [])
     with pytest.raises(ValueError, match="keep probabilities"):
         losses.grpo_segment_advantage(torch.ones(2, 1), torch.ones(2, 1), ["a", "a"],
-                                      keep=KeepProbabilities([1.0], [None]))
+                                      tossed=Tossed([1.0], [None]))
 
 
 @pytest.fixture(scope="module", params=[("resolved, reckless", 0.0), ("enough", 0.0), ("resolved, reckless", 0.5)],
@@ -91,7 +91,7 @@ def table(request):
 
 def test_unbiased_within_three_standard_errors(table):
     assert table["pruned rows"]["share"] > ENOUGH_PRUNED
-    for name in ("leave-one-out, weighted", "the same, pivot 0"):
+    for name in ("masked", "masked, pivot 0"):
         assert abs(table[name]["z"]) <= estimator_bias.LIMIT, (name, table[name])
 
 
@@ -102,24 +102,24 @@ def test_controls_are_biased(table, control):
 
 
 def test_the_pivot_takes_variance_away(table):
-    assert table["leave-one-out, weighted"]["variance"] < table["the same, pivot 0"]["variance"]
+    assert table["masked"]["variance"] < table["masked, pivot 0"]["variance"]
 
 
 def test_a_standard_deviation_leaves_a_bias():
     """Where groups of one sign are pruned; with both signs it is a few per cent, too few for this many groups."""
     table = estimator_bias.table("resolved, reckless", GROUPS, SEED)
-    assert abs(table["divided by std"]["z"]) > estimator_bias.LIMIT
+    assert abs(table["control: divided by std"]["z"]) > estimator_bias.LIMIT
 
 
 def test_rows_that_lost_their_summary_stop_the_run():
-    from esgrpo.hooks.verl.losses.weighted_rows import keep_of
+    from esgrpo.hooks.verl.losses.weighted_rows import tossed_of
 
-    row = {"keep_probability": 0.5, "pivot": 1.0}
-    assert keep_of({"esgrpo": [row, {"keep_probability": 1.0, "pivot": None}]}).pi == [0.5, 1.0]
-    assert keep_of({"esgrpo": [{"keep_probability": 1.0, "pivot": None}]}) is None
+    row = {"outcome": "finish", "keep_probability": 0.5, "pivot": 1.0}
+    assert tossed_of({"esgrpo": [row, {**row, "keep_probability": 1.0, "pivot": None}]}).pi == [0.5, 1.0]
+    assert tossed_of({"esgrpo": [{"keep_probability": 1.0, "pivot": None}]}) is None
     for columns in ({}, {"esgrpo": [row, None]}):
         with pytest.raises(EsgrpoError, match="summary"):
-            keep_of(columns)
+            tossed_of(columns)
 
 
 def all_of_verls_losses():
@@ -174,7 +174,8 @@ def test_through_verls_compute_advantage(monkeypatch):
     monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", dict(core_algos.ADV_ESTIMATOR_REGISTRY))
     grpo_segment.apply(core_algos)
     rows = np.empty(4, dtype=object)
-    rows[:] = [{"keep_probability": pi, "pivot": None if pi == 1 else 1.0} for pi in (1.0, 1.0, 0.5, 0.5)]
+    rows[:] = [{"outcome": "finish", "keep_probability": pi, "pivot": None if pi == 1 else 1.0}
+               for pi in (1.0, 1.0, 0.5, 0.5)]
     scores, mask = torch.tensor([[1.0], [1.0], [0.0], [1.0]]), torch.tensor([[1], [1], [1], [0]])
     config = OmegaConf.create({"norm_adv_by_std_in_grpo": False})
 
@@ -183,25 +184,25 @@ def test_through_verls_compute_advantage(monkeypatch):
                                    non_tensors={"uid": np.array(["g"] * 4, dtype=object), "esgrpo": rows})
         return function(data, "grpo_segment", config=config).batch["advantages"]
 
-    keep = KeepProbabilities([1.0, 1.0, 0.5, 0.5], [None, None, 1.0, 1.0])
-    wanted = losses.grpo_segment_advantage(scores, mask, ["g"] * 4, norm_by_std=False, keep=keep)
+    keep = Tossed([1.0, 1.0, 0.5, 0.5], [None, None, 1.0, 1.0])
+    wanted = losses.grpo_segment_advantage(scores, mask, ["g"] * 4, norm_by_std=False, tossed=keep)
     assert torch.equal(run(wrapped(weighted_rows, compute_advantage)), wanted)
     assert not torch.equal(run(compute_advantage), wanted)  # negative control: plain verl
     assert weighted_rows.current() is None
 
 
-@pytest.mark.parametrize("mode,factor,line", [("token-mean", None, "divides by what pruning leaves"),
+@pytest.mark.parametrize("mode,factor,line", [("token-mean", None, "token-mean -> seq-mean-token-sum-norm"),
                                               ("seq-mean-token-sum-norm", None, "loss_scale_factor: null -> 64"),
                                               ("seq-mean-token-sum-norm", 64, None)])
-def test_the_denominator_is_fixed_or_said(mode, factor, line):
-    plan = adjusted({"resolved": {"enable": True}, "audit": {"enable": True}}, mode, factor)
+def test_the_denominator_of_a_weighted_gradient_is_fixed(mode, factor, line):
+    plan = adjusted({"treatment": "masked", "resolved": {"enable": True}, "audit": {"enable": True}}, mode, factor)
     said = [text for text in plan.lines if "loss_agg_mode" in text or "loss_scale_factor" in text]
     assert (line is None and not said) or line in said[0]
-    changed = {"actor_rollout_ref.actor.loss_scale_factor": 64} if "norm" in mode and factor is None else {}
+    changed = {"actor_rollout_ref.actor.loss_scale_factor": 64} if factor is None else {}
     assert {key: value for key, value in plan.settings.items() if "loss_scale_factor" in key} == changed
 
 
-def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois", **async_training):
+def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois", norm=False, **async_training):
     from omegaconf import OmegaConf
 
     from esgrpo import config as settings
@@ -211,7 +212,7 @@ def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois",
         "actor_rollout_ref": {"actor": {"loss_agg_mode": mode, "loss_scale_factor": factor, "ppo_epochs": 1,
                                         "policy_loss": {"loss_mode": loss_mode}},
                               "rollout": {"name": "vllm", "n": 8, "calculate_log_probs": True}},
-        "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False},
+        "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": norm, "use_kl_in_reward": False},
         "async_training": {"require_batches": 1, "trigger_parameter_sync_step": 1, **async_training},
         "data": {"max_response_length": 64}})
     segment = settings.parse({"enable": True, "segment_length": 32, "prune": prune})
@@ -220,22 +221,37 @@ def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois",
     return plan
 
 
+@pytest.mark.parametrize("treatment", ["failed", "value", "doubly_robust", "masked"])
+def test_no_setting_that_is_known_to_bias_stays(treatment):
+    """verl's defaults: normalised by the standard deviation, averaged over tokens, its own grpo."""
+    plan = adjusted({"treatment": treatment, "resolved": {"enable": True}, "audit": {"enable": True}},
+                    mode="token-mean", factor=None, norm=True)
+    changed = {key.rpartition(".")[2]: value for key, value in plan.settings.items()}
+    if treatment == "failed":
+        assert not changed
+    else:
+        assert changed == {"adv_estimator": "grpo_segment", "norm_adv_by_std_in_grpo": False,
+                           "loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64}
+    assert all(any(line.startswith(key) for line in plan.lines) for key in plan.settings)
+
+
 @pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov", "dro"])
 def test_losses_that_are_not_proportional_are_refused(loss_mode):
     from esgrpo.errors import ConfigError
 
     with pytest.raises(ConfigError, match=loss_mode):
-        adjusted({"finish_group_after": 4, "audit": {"enable": True}}, loss_mode=loss_mode)
+        adjusted({"treatment": "masked", "finish_group_after": 4, "audit": {"enable": True}}, loss_mode=loss_mode)
 
 
 def test_verl_0_7_0_is_refused_and_optional_stopping_without_audit_everywhere():
     from esgrpo.errors import ConfigError
 
     with pytest.raises(ConfigError, match="0.7.0"):
-        adjusted({"finish_group_after": 4, "audit": {"enable": True}}, compute_prox_log_prob=False)
+        adjusted({"treatment": "masked", "finish_group_after": 4, "audit": {"enable": True}},
+                 compute_prox_log_prob=False)
     with pytest.raises(ConfigError, match="finish_group_after.*audit.enable"):
-        adjusted({"finish_group_after": 4})
-    adjusted({"finish_group_after": 4, "audit": {"enable": True}})
+        adjusted({"treatment": "masked", "finish_group_after": 4})
+    adjusted({"treatment": "masked", "finish_group_after": 4, "audit": {"enable": True}})
 
 
 def test_masked_rows_never_reach_a_weighted_gradient():
@@ -246,7 +262,7 @@ def test_masked_rows_never_reach_a_weighted_gradient():
         return SimpleNamespace(extra_fields={"esgrpo": {"group": "g", "outcome": "finish", "rule": "", **fields}},
                                response_mask=torch.ones(1, 3))
 
-    loops = [agent_row(outcome="prune", rule="repetition", keep_probability=1.0) for _ in range(2)]
-    tossed = agent_row(outcome="prune", rule="resolved", keep_probability=0.1)
+    loops = [agent_row(outcome="prune", rule="repetition", keep_probability=1.0, treatment="masked") for _ in range(2)]
+    tossed = agent_row(outcome="prune", rule="resolved", keep_probability=0.1, treatment="masked")
     mask_pruned([*loops, tossed])
     assert [bool(row.response_mask.any()) for row in (*loops, tossed)] == [True, True, False]

@@ -37,7 +37,8 @@ def emitted() -> set[str]:
                 text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
             if re.fullmatch(r"esgrpo/[\w/{}]*[\w}]", text):
                 found.add(text)
-    row = {"spans": [], "started": 0, "ended": 1, "pruned": False, "trained": True, "gradient": True, "tokens": 1,
+    row = {"outcome": "finish", "spans": [], "started": 0, "ended": 1, "pruned": False, "trained": True,
+           "gradient": True, "tokens": 1,
            "reprefill": 0, "attempts": 1, "boundaries": 0}
     of_batches = set(accounting.batch_metrics([row], 1, 1)) | {
         key for key in keys_of(trained_rows, "metrics") if "/" in key}  # these are put together from the prefix alone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from types import SimpleNamespace
 
@@ -16,7 +15,8 @@ from esgrpo.hooks.verl.metrics.trained_rows import metrics, rows_of
 
 
 def agent_row(group=None, outcome="finish", mask=(1, 1, 0)):
-    fields = {} if group is None else {"esgrpo": {"group": group, "outcome": outcome, "rule": ""}}
+    fields = {} if group is None else {"esgrpo": {
+        "group": group, "outcome": outcome, "rule": "", "treatment": "masked" if outcome == "prune" else ""}}
     return SimpleNamespace(extra_fields=fields, response_mask=torch.tensor([mask]))
 
 
@@ -112,12 +112,3 @@ def test_throughput_is_per_device_second(monkeypatch):
     assert metrics(rows)["esgrpo/effective_token_throughput"] == 0.0  # no time since the batch before
     clock.now += 5
     assert metrics(rows)["esgrpo/effective_token_throughput"] == 80 / (5 * 4)
-
-
-def test_a_proven_loop_can_stay_as_a_shortened_sample(monkeypatch):
-    loops = {"enable": True, "prune": {"repetition": {"enable": True, "keep_row": True}}}
-    monkeypatch.setenv(config.ENV_SEGMENT, json.dumps(loops))
-    loop, straggler, kept = agent_row("g", "prune"), agent_row("g", "prune"), agent_row("g")
-    loop.extra_fields["esgrpo"]["rule"], straggler.extra_fields["esgrpo"]["rule"] = "repetition", "group"
-    mask_pruned([loop, straggler, kept])
-    assert loop.response_mask.any() and kept.response_mask.any() and not straggler.response_mask.any()

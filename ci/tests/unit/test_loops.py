@@ -204,16 +204,16 @@ def test_a_tightened_rule_asks_for_more_certainty():
 
 
 def test_caps_hold_for_loops_that_leave_and_not_for_those_that_are_trained():
-    def decide(keep_row):
-        groups = pruner(repetition={"enable": True, "keep_row": keep_row},
+    def decide(treatment):
+        groups = pruner(treatment=treatment, repetition={"enable": True},
                         audit={"enable": True, "exempt_prob": 1e-9, "max_fraction": 0.5})
         groups.watch("g", 4, None)
         return [groups.loop("g", member, 300, 0.0) for member in range(4)]
 
-    left = decide(False)
+    left = decide("masked")
     assert [item.verdict.prune for item in left] == [True, True, False, False]
     assert [item.keep_probability for item in left] == [1e-9, 1e-9, 1.0, 1.0]
-    trained = decide(True)
+    trained = decide("failed")
     assert all(item.verdict.prune and item.keep_probability == 1.0 and item.pivot is None for item in trained)
 
 
@@ -244,10 +244,10 @@ class Server:
                                stop_reason="completed", extra_fields={"kv_transfer_params": {"esgrpo": payload}})
 
 
-def generate(monkeypatch, keep_row: bool, seed: int):
+def generate(monkeypatch, treatment: str, seed: int):
     """One response of a group of four through the client hook, and its record."""
     settings = config.parse({"enable": True, "seed": seed, "prune": {
-        "repetition": {"enable": True, "keep_row": keep_row}, "audit": {"enable": True, "exempt_prob": 0.5}}})
+        "treatment": treatment, "repetition": {"enable": True}, "audit": {"enable": True, "exempt_prob": 0.5}}})
     monkeypatch.setenv(config.ENV_SEGMENT, config.to_json(settings))
     monkeypatch.delenv("ESGRPO_RUN_DIR", raising=False)
     server = Server()
@@ -264,15 +264,17 @@ def generate(monkeypatch, keep_row: bool, seed: int):
     return *asyncio.run(run()), server
 
 
-@pytest.mark.parametrize("keep_row", [False, True])
-def test_the_coin_decides_whether_a_handed_back_loop_ends_or_runs_to_its_end(monkeypatch, keep_row):
+@pytest.mark.parametrize("treatment", ["masked", "failed"])
+def test_the_coin_decides_whether_a_handed_back_loop_ends_or_runs_to_its_end(monkeypatch, treatment):
     seen = set()
     for seed in range(12):
-        output, summary, decisions, server = generate(monkeypatch, keep_row, seed)
-        assert +decisions == {"loops/exempted" if summary["exempted"] else "loops/pruned": 1}  # and nobody was moved
+        output, summary, decisions, server = generate(monkeypatch, treatment, seed)
+        cut = {"loops/pruned": 1, f"treated/{treatment}": 1}
+        assert +decisions == ({"loops/exempted": 1} if summary["exempted"] else cut)  # and nobody was moved
         assert summary["candidate"] and summary["candidate_rule"] == Rule.REPETITION
         assert summary["tokens_at_decision"] == 300
-        assert summary["keep_probability"] == (1.0 if keep_row else 0.5)
+        assert summary["keep_probability"] == (1.0 if treatment == "failed" else 0.5)
+        assert summary["coin"] == 0.5
         if summary["exempted"]:
             assert (summary["outcome"], len(output.token_ids), output.stop_reason) == ("finish", 1000, "completed")
             assert [fields.get("exempt", False) for fields in server.asked] == [False, True]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from esgrpo import config, losses
-from esgrpo.algo import audit, pruning
+from esgrpo.algo import audit, pruning, treatment
 from esgrpo.algo.group_pruning import Finished, GroupPruner
 from esgrpo.algo.terms import Rule
 
@@ -21,7 +21,7 @@ GROUP = 8
 
 def settings(**prune):
     base = {"audit": {"enable": True, "min_candidates": 1, "window": 200, "max_false_rate": 0.3}}
-    return config.parse({"enable": True, "prune": {**base, **prune}})
+    return config.parse({"enable": True, "prune": {"treatment": "masked", **base, **prune}})
 
 
 def pruner(seed=0, budget=1000, **prune):
@@ -183,7 +183,7 @@ def test_equally_correct_under_an_overlong_penalty():
     decided = chosen.checkpoint("g", dict.fromkeys(range(2, 8), 50))
     assert decided and next(iter(decided.values())).pivot == pytest.approx(0.625)
     rows = [row(score=1.0), row(score=0.25), row(outcome="prune", rule="resolved", keep_probability=0.1, pivot=0.625)]
-    assert not pruning.is_resolved_null(rows, [True, True, False])
+    assert not treatment.is_resolved_null(rows, [True, True, False])
 
 
 def row(**changes):
@@ -195,7 +195,8 @@ def test_which_groups_are_null():
     exempted, loop = row(keep_probability=0.1, pivot=1.0), row(outcome="prune", rule="repetition", score=0.0)
 
     def null(*rows, loops=False):
-        return pruning.is_resolved_null(rows, [item["outcome"] != "prune" or (loops and item is loop) for item in rows])
+        kept = [item["outcome"] != "prune" or (loops and item is loop) for item in rows]
+        return treatment.is_resolved_null(rows, kept)
 
     assert null(row(), row(), pruned, exempted)
     assert not null(row(), row(), pruned, {**exempted, "score": 0.0})
@@ -225,4 +226,4 @@ def test_acc_may_be_an_array_scalar():
     ([1.0, 1.0], [], True), ([1.0, 0.0], [], False), ([1.0], [], True),
     ([1.0, 1.0], [1.0], True), ([1.0, 1.0], [0.5], False), ([1.0, 0.0], [1.0], False)])
 def test_advantages_of_a_tossed_group_are_measured_from_its_pivot(scores, pivots, expected):
-    assert pruning.without_gradient(scores, pivots) is expected
+    assert treatment.without_gradient(scores, pivots) is expected

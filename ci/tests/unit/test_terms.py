@@ -11,7 +11,6 @@ import pytest
 
 from esgrpo.algo.accounting import batch_metrics, length_bias
 from esgrpo.algo.history import came_to_its_end
-from esgrpo.algo.pruning import masked
 from esgrpo.algo.terms import Feature, LengthClass, Outcome, Process, Rule
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,17 +65,6 @@ def row(group="g", outcome="finish", rule="", **facts):
     return json.loads(json.dumps({
         "group": group, "outcome": outcome, "rule": rule, "tokens": 10, "attempts": 1, "reprefill": 0, "boundaries": 0,
         "spans": [[0, 10]], "started": 1.0, "ended": 3.0, "candidate_rule": "", "keep_probability": 1.0, **facts}))
-
-
-@pytest.mark.parametrize("rows, keep_loops, expected", [
-    ([row(), row(outcome="prune", rule="enough"), None], False, [False, True, False]),
-    ([row(outcome="prune", rule="enough"), row("h")], False, [False, False]),  # nobody else in its group
-    ([row(outcome="prune", keep_probability=0.5)] * 2, False, [True, True]),  # coins fell against them
-    ([row(), row(outcome="prune", rule="repetition")], True, [False, False]),
-    ([row(), row(outcome="prune", rule="repetition")], False, [False, True]),
-    ([row(), row(outcome="abort")], False, [False, False]), ([], False, [])])
-def test_who_is_masked(rows, keep_loops, expected):
-    assert masked(rows, keep_loops) == expected
 
 
 def test_older_rows_are_counted_by_their_rule():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from esgrpo.algo.terms import Outcome
+from esgrpo.algo.terms import Outcome, Treatment
 
 TIMELINE_PERIOD_S = 0.25  # the occupancy curve keeps one point per period, enough for a plot
 
@@ -162,6 +162,7 @@ def batch_metrics(rows: Sequence[dict], seconds: float, devices: int) -> dict[st
     times = [row["ended"] - row["started"] for row in rows]
     return {
         "prune/rate": sum(row["pruned"] for row in rows) / len(rows),
+        "prune/cut_rate": sum(row["outcome"] == Outcome.PRUNE for row in rows) / len(rows),
         "waste/pruned": balance["pruned"],
         "waste/zero_variance": balance["zero_variance"],
         "waste/reprefill": balance["reprefill"],
@@ -194,21 +195,31 @@ def _is_pruned(row: dict) -> bool:
     return row["outcome"] == Outcome.PRUNE
 
 
+def _is_trained(row: dict) -> bool:
+    """Not cut, or trained as far as it came. Lines of older releases say nothing: those were masked."""
+    return not _is_pruned(row) or (row.get("treatment") or Treatment.MASKED) != Treatment.MASKED
+
+
+def _coin(row: dict) -> float:
+    coin = row.get("coin")
+    return row["keep_probability"] if coin is None else coin
+
+
 def length_bias(rows: Iterable[dict]) -> dict[str, float]:
     """Per rule: KS distance of the lengths that are trained and those that were sampled, the rule acting alone.
 
-    Trained: what the rule kept, each row once. Sampled, for a rule with a coin: the same rows weighted 1 / pi, which
-    estimates the lengths of complete groups; for a rule without one: all rows, a pruned one at the length at which it
-    was cut, so that the distance is a lower bound.
+    Trained: every row that is, once, and one that was cut at the length to which it came. Sampled, for a rule with a
+    coin: the rows that ended by themselves weighted 1 / pi, which estimates the lengths of complete groups; for a rule
+    without one: all rows, a cut one as far as it came, so that the distance is a lower bound.
     """
     rows = list(rows)
     rules = sorted({row["rule"] for row in rows if _is_pruned(row)} | {row["candidate_rule"] for row in rows} - {""})
     result = {}
     for rule in rules:
         mine = [row for row in rows if not _is_pruned(row) or row["rule"] == rule]
-        trained = [(row["tokens"], 1.0) for row in mine if not _is_pruned(row)]
-        sampled = [(row["tokens"], 1 / row["keep_probability"] if row["candidate_rule"] == rule else 1.0)
-                   for row in mine if not _is_pruned(row) or row["keep_probability"] >= 1]
+        trained = [(row["tokens"], 1.0) for row in mine if _is_trained(row)]
+        sampled = [(row["tokens"], 1 / _coin(row) if row["candidate_rule"] == rule else 1.0)
+                   for row in mine if not _is_pruned(row) or _coin(row) >= 1]
         result[rule] = ks_distance(trained, sampled)
     return result
 
@@ -218,16 +229,17 @@ def prune_report(rows: Iterable[dict]) -> dict[str, float]:
 
     tokens_saved: sum over kept tossed rows of (1 / pi - 1) * (tokens after the decision): its expectation is that of
     the tokens that pruned rows would still have made. variance_inflation: N * sum w^2 / (sum w)^2 over rows that no
-    sample rule removed (w = 0 for pruned ones): Kish's factor by which the variance of a weighted mean exceeds that
-    over complete groups, were lengths and rewards independent of pruning. false_rate and its bound are those of the
-    latest reports: the mean over reports by outcomes, and the worst.
+    sample rule removed (w = 0 for masked ones, 1 where the treatment weighs no rows): Kish's factor by which the
+    variance of a weighted mean exceeds that over complete groups, were lengths and rewards independent of pruning.
+    false_rate and its bound are those of the latest reports: the mean over reports by outcomes, and the worst.
     """
     rows = list(rows)
-    tossed = [row for row in rows if row["keep_probability"] < 1]
-    saved = sum((1 / row["keep_probability"] - 1) * (row["tokens"] - row["tokens_at_decision"])
+    tossed = [row for row in rows if _coin(row) < 1]
+    saved = sum((1 / _coin(row) - 1) * (row["tokens"] - row["tokens_at_decision"])
                 for row in tossed if not _is_pruned(row))
-    counted = [row for row in rows if not _is_pruned(row) or row["keep_probability"] < 1]
-    weights = [0.0 if _is_pruned(row) else 1 / row["keep_probability"] for row in counted]
+    counted = [row for row in rows if _is_trained(row) or row["keep_probability"] < 1]
+    weights = [0.0 if not _is_trained(row) else 1.0 if row.get("treatment") == Treatment.DOUBLY_ROBUST
+               else 1 / row["keep_probability"] for row in counted]
     total = sum(weights)
     reports = [row["audit"] for row in rows if "audit" in row]
     outcomes = sum(report["outcomes"] for report in reports)

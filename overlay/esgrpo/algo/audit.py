@@ -71,7 +71,12 @@ class Candidate:
     others: int
     score: float
     proven: bool = False  # by what it has done, not forecast
-    trained: bool = False  # its row is trained however the coin falls: no sibling is lost, so that no cap applies
+    trained: bool = False  # its row is trained however the coin falls
+
+    @property
+    def capped(self) -> bool:
+        """Else no sibling is lost: its outcome is known, and its row stays."""
+        return not (self.proven and self.trained)
 
 
 @dataclass(frozen=True)
@@ -127,9 +132,9 @@ class Audit:
 
     def keep_probability(self, candidate: Candidate) -> tuple[float, str]:
         """(pi, reason): a function of what is known before the coin."""
-        if candidate.others < AT_LEAST and not candidate.trained:
+        if candidate.others < AT_LEAST and candidate.capped:
             return 1.0, TOO_FEW
-        if not candidate.trained and candidate.pruned + 1 > self.settings.max_fraction * candidate.size:
+        if candidate.capped and candidate.pruned + 1 > self.settings.max_fraction * candidate.size:
             return 1.0, CAP
         false, trials = self.evidence(candidate.rule)
         if candidate.proven:

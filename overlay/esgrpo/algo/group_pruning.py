@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from esgrpo import config
 from esgrpo.algo import pruning
 from esgrpo.algo.audit import Audit, Candidate, Verdict
-from esgrpo.algo.terms import Rule
+from esgrpo.algo.terms import Rule, Treatment
+from esgrpo.algo.treatment import Rewards
 
 OUTCOME, PASSED_BY, LENGTH = "outcome", "passed-by", "length"  # kinds of lessons
 STATE_VERSION = 1  # of what `GroupPruner.to_state` returns
@@ -30,13 +31,20 @@ class Decided:
 
     verdict: Verdict
     tokens: int  # of the response when it was decided
-    pivot: float | None  # reward that the group's advantages are measured from, known before the group's first coin
-    trained: bool = False  # its row is trained however the coin fell: it needs no weight
+    treatment: str  # of all cuts of the run
+    pivot: float | None = None  # masked: what the group's advantages are measured from, known before its first coin
+    predicted: float = 0.0  # probability that it is right, before its coin
+    reward: float | None = None  # value, doubly_robust: what was predicted of it
 
     @property
     def keep_probability(self) -> float:
-        """Of its row."""
-        return 1.0 if self.trained else self.verdict.pi
+        """What the weight of its row is the inverse of."""
+        return self.verdict.pi if self.treatment in config.UNBIASED else 1.0
+
+    @property
+    def keeps_siblings(self) -> bool:
+        """A cut takes nothing from the group's statistics: it is no forecast, and its row is trained."""
+        return self.verdict.rule == Rule.REPETITION and self.treatment != Treatment.MASKED
 
 
 @dataclass
@@ -52,8 +60,8 @@ class Watched:
 
     @property
     def pruned(self) -> int:
-        """Members whose rows are lost."""
-        return sum(item.verdict.prune and not item.trained for item in self.decided.values())
+        """Members whose outcome the group will not know."""
+        return sum(item.verdict.prune and not item.keeps_siblings for item in self.decided.values())
 
     @property
     def answers(self) -> list[bool]:
@@ -74,12 +82,14 @@ class GroupPruner:
     """Applies the rules of `settings.prune` to the groups of one agent-loop worker.
 
     A checkpoint is the ending of a member. A member is decided at most once; every kept row has the keep probability
-    that was fixed before its coin, and 1 if it never was a candidate.
+    that was fixed before its coin, and 1 if it never was a candidate. So has a predicted reward: it knows nothing of
+    what came after.
     """
 
     def __init__(self, settings: config.Segment, audit: Audit, budget: int):
         self.prune, self.audit, self.budget = settings.prune, audit, budget
         self.calibration = pruning.LengthCalibration()
+        self.rewards = Rewards()  # of this worker: the scale is the same everywhere
         self.groups: dict[str, Watched] = {}
         self.lessons: list[list] = []  # what this worker learned and others have not heard; JSON-able
 
@@ -127,13 +137,14 @@ class GroupPruner:
         watched = self.groups[group]
         decided = watched.decided.get(member)
         if decided is not None and decided.verdict.prune:
-            if decided.trained:
+            if decided.keeps_siblings:
                 watched.removed.add(member)
             return
         if ending is None or by_rule:
             watched.removed.add(member)
         else:
             watched.finished[member] = ending
+            self.rewards.learn(ending.correct, ending.score)
         if ending is None:
             return
         pi = 1.0 if decided is None else decided.verdict.pi
@@ -156,7 +167,8 @@ class GroupPruner:
     def loop(self, group: str, member: int, tokens: int, surprisal: float) -> Decided | None:
         """Decide about a response of `tokens` that is a proven loop, with its mean surprisal in nats per token.
 
-        None: it goes on undecided, because the audit has tightened the rule or it was decided before.
+        None: it goes on undecided, because the audit has tightened the rule, it was decided before, or the treatment
+        wants a reward that nothing is known of yet.
         """
         watched, rule = self.groups[group], self.prune.repetition
         if member in watched.decided:
@@ -165,12 +177,7 @@ class GroupPruner:
         if score > self.audit.scale(Rule.REPETITION):
             self._learned(PASSED_BY, Rule.REPETITION)
             return None
-        if not rule.keep_row:
-            self._fix_pivot(watched)
-        verdict = self._decide(group, watched, member, Rule.REPETITION, score, proven=True, trained=rule.keep_row)
-        decided = Decided(verdict, tokens, None if rule.keep_row else watched.pivot, rule.keep_row)
-        watched.decided[member] = decided
-        return decided
+        return self.decide(group, watched, member, Rule.REPETITION, score, tokens, 0.0)
 
     @staticmethod
     def _fix_pivot(watched: Watched) -> None:
@@ -190,15 +197,39 @@ class GroupPruner:
         open_ = [member for member in running if member not in watched.decided and member not in watched.finished]
         new, tokens = {}, {**(committed or {}), **running}
         for member, (rule, score) in self._candidates(watched, open_, tokens, running).items():
-            self._fix_pivot(watched)
-            verdict = self._decide(group, watched, member, rule, score)
-            new[member] = watched.decided[member] = Decided(verdict, running[member], watched.pivot)
+            decided = self.decide(group, watched, member, rule, score, running[member],
+                                   self._success(watched, member, rule))
+            if decided is not None:
+                new[member] = decided
         return new
 
-    def _decide(self, group: str, watched: Watched, member: int, rule: str, score: float, **kind: bool) -> Verdict:
-        others = watched.size - watched.pruned - len(watched.removed) - 1
-        return self.audit.decide(Candidate(group, member, str(rule), watched.size, watched.pruned, others, score,
-                                           **kind))
+    def _success(self, watched: Watched, member: int, rule: str) -> float:
+        """Probability that a candidate of a group rule is right."""
+        if rule == Rule.RESOLVED:
+            prior, doublings, agreed_on = watched.seen[member]
+            differs = self.calibration.probability(prior, doublings)
+            return 1 - differs if agreed_on else differs
+        alpha, beta = pruning.UNINFORMED  # of its siblings
+        return (alpha + sum(watched.answers)) / (alpha + beta + len(watched.answers))
+
+    def decide(self, group: str, watched: Watched, member: int, rule: str, score: float, tokens: int,
+                success: float) -> Decided | None:
+        """Toss the coin of a member of `tokens` that is right with the probability `success`, as far as is known.
+
+        None: the treatment wants a reward, and what right or wrong responses get is not known yet.
+        """
+        treatment = self.prune.treatment
+        reward = self.rewards.predicted(success) if treatment in config.PREDICTED else None
+        if treatment in config.PREDICTED and reward is None:
+            return None
+        if treatment == Treatment.MASKED:
+            self._fix_pivot(watched)
+        others, proven = watched.size - watched.pruned - len(watched.removed) - 1, rule == Rule.REPETITION
+        verdict = self.audit.decide(Candidate(group, member, str(rule), watched.size, watched.pruned, others, score,
+                                              proven, trained=treatment != Treatment.MASKED))
+        pivot = watched.pivot if treatment == Treatment.MASKED else None
+        decided = watched.decided[member] = Decided(verdict, tokens, treatment, pivot, success, reward)
+        return decided
 
     def _candidates(self, watched: Watched, open_: list[int], tokens: Mapping[int, int],
                     running: Mapping[int, int]) -> dict:
@@ -239,6 +270,8 @@ class GroupPruner:
             probabilities.append(self.calibration.probability(prior, doublings))
             if member in running:
                 watched.seen.setdefault(member, (prior, doublings, agreed_on))
+        if agreed_on and self.prune.treatment == Treatment.FAILED:
+            return None  # the others are most likely right: no failures
         return pruning.resolved(probabilities, self.prune.resolved.null_prob)
 
     def to_state(self) -> dict:
@@ -248,8 +281,8 @@ class GroupPruner:
 
     def _rules(self) -> dict:
         """Settings that give an outcome its meaning: scores and false prunes of other rules prove nothing here."""
-        return {"null_prob": self.prune.resolved.null_prob, "finish_after": self.prune.finish_group_after,
-                "budget": self.budget,
+        return {"treatment": self.prune.treatment, "null_prob": self.prune.resolved.null_prob,
+                "finish_after": self.prune.finish_group_after, "budget": self.budget,
                 "loops": [self.prune.repetition.min_span, self.prune.repetition.max_pattern_size,
                           self.prune.repetition.max_surprisal]}
 

@@ -10,9 +10,7 @@ A score lies in [0, 1]; `esgrpo.algo.audit` decides which scores are acted on. "
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-
-from esgrpo.algo.terms import Outcome, Rule
+from collections.abc import Sequence
 
 LEAST_FINISHED = 2  # one finished member agrees with itself
 BOTH_SIGNS = 2  # right and wrong answers: what a group needs for a gradient
@@ -109,49 +107,3 @@ def resolved(probabilities: Sequence[float], null_prob: float) -> float | None:
         return None
     any_ = any_differs(probabilities)
     return any_ / null_prob if any_ < null_prob else None
-
-
-def masked(summaries: Sequence[dict | None], keep_loops: bool) -> list[bool]:
-    """Which rows no loss and no group statistic may see: those of pruned responses. None: not a row of ours.
-
-    A group whose members were all pruned stays as it is: there is no sibling whose statistics it would disturb, and
-    masking it whole could empty a mini-batch (division by zero tokens). Mostly its rewards are equal and give no
-    gradient; where they differ, the shortened responses are trained like any others. Not so where a coin was tossed:
-    a row that it fell against must not be trained, and the coin leaves two members of a group alone. With `keep_loops`
-    (prune.repetition.keep_row) a loop is trained as the failure that it is.
-    """
-    groups: dict[str, list[int]] = {}
-    for index, summary in enumerate(summaries):
-        if summary is not None:
-            groups.setdefault(summary["group"], []).append(index)
-    result = [False] * len(summaries)
-    for members in groups.values():
-        pruned = [index for index in members if summaries[index]["outcome"] == Outcome.PRUNE
-                  and not (keep_loops and summaries[index]["rule"] == Rule.REPETITION)]
-        whole = len(pruned) == len(members)
-        for index in pruned:
-            result[index] = not whole or summaries[index].get("keep_probability", 1) < 1
-    return result
-
-
-def is_resolved_null(rows: Sequence[dict], kept: Sequence[bool]) -> bool:
-    """A group that the resolved rule ended and that has no gradient: every kept reward is its pivot.
-
-    `rows` are the summaries of all members, `kept` says which of them would be trained. Its contribution to the
-    weighted estimator is exactly 0 (every advantage is a sum of terms reward - pivot), so that leaving it out changes
-    no expectation but the number of groups.
-    """
-    tossed = [row for row in rows if row["keep_probability"] < 1]
-    if not any(row["outcome"] == Outcome.PRUNE and row["rule"] == Rule.RESOLVED for row in tossed):
-        return False
-    return all(row["score"] == tossed[0]["pivot"] for row, trained in zip(rows, kept, strict=True) if trained)
-
-
-def without_gradient(scores: Iterable[float], pivots: Iterable[float]) -> bool:
-    """Every advantage of a group's trained rows is 0, given their scores.
-
-    `pivots` are those of the group's tossed members: advantages are measured from it where a coin was tossed, and from
-    the other scores where none was.
-    """
-    scores, pivots = set(scores), set(pivots)
-    return scores == pivots if pivots else len(scores) == 1

@@ -130,12 +130,13 @@ class Response:
     def prune(self, rule: str) -> None:
         self.outcome, self.rule = Outcome.PRUNE, rule
 
-    def record(self, now: float, score: float | None, audit: dict | None) -> Row:
-        """Its row, if nothing more is decided about it."""
+    def record(self, now: float, score: float | None, audit: dict | None, treatment: str) -> Row:
+        """Its row, if nothing more is decided about it. `treatment`: of what is cut in this run."""
         self.sealed = True
         if self.doomed:  # also when it ended in another way before the engine heard of it
             self.prune(self.decision["rule"])
         decision = self.decision or {}
+        weighed = decision.get("keep_probability", 1.0) < 1
         return Row(
             prompt=self.prompt, group=self.group, member=self.number, outcome=str(self.outcome), rule=self.rule,
             tokens=self.tokens, attempts=self.attempts, reprefill=self.reprefill, boundaries=self.boundaries,
@@ -143,6 +144,8 @@ class Response:
             started=self.started, ended=now, candidate=self.decision is not None,
             exempted=self.decision is not None and not self.doomed,
             keep_probability=decision.get("keep_probability", 1.0), pivot=decision.get("pivot"),
+            treatment=str(treatment) if self.pruned or weighed else "", coin=decision.get("coin", 1.0),
+            predicted=decision.get("predicted"), predicted_reward=decision.get("reward"),
             candidate_rule=decision.get("rule", ""), decided_by=decision.get("reason", ""),
             tokens_at_decision=decision.get("tokens"), audit=audit, score=score)
 
@@ -274,7 +277,8 @@ class GroupRun:
     def _decided(self, response: Response, decided: Decided) -> None:
         verdict = decided.verdict
         response.decision = {"rule": verdict.rule, "prune": verdict.prune, "keep_probability": decided.keep_probability,
-                             "reason": verdict.reason, "tokens": decided.tokens, "pivot": decided.pivot}
+                             "reason": verdict.reason, "tokens": decided.tokens, "pivot": decided.pivot,
+                             "coin": verdict.pi, "predicted": decided.predicted, "reward": decided.reward}
         module = "loops" if verdict.rule == Rule.REPETITION else "pruning"
         self.rules.decisions[f"{module}/{'pruned' if verdict.prune else 'exempted'}"] += 1
 
@@ -287,7 +291,10 @@ class GroupRun:
         return pruner.audit.report(response.decision["rule"])
 
     def _sealed(self, response: Response, event: Sealed) -> list[Action]:
-        return [Record(self.name, response.number, response.record(event.now, None, self._report(response)))]
+        return [Record(self.name, response.number, self._row(response, event.now, None))]
+
+    def _row(self, response: Response, now: float, score: float | None) -> Row:
+        return response.record(now, score, self._report(response), self.rules.settings.prune.treatment)
 
     def _member_ended(self, response: Response, event: MemberEnded) -> list[Action]:
         del self.running[event.member]
@@ -308,8 +315,8 @@ class GroupRun:
             self.rules.pruner.ended(self.name, event.member, ending, by_rule)
         actions: list[Action] = []
         if not event.failed:
-            actions.append(Record(self.name, event.member,
-                                  response.record(event.now, event.score, self._report(response))))
+            actions.append(Record(self.name, event.member, self._row(response, event.now, event.score)))
+            self.rules.decisions[f"treated/{self.rules.settings.prune.treatment}"] += response.pruned
         if self._wants_progress() and self.where:
             actions.append(Ask(self.name, self._replicas(self.running)))
         return actions

@@ -173,6 +173,10 @@ class Response(Row):
     exempted: bool = False
     keep_probability: float = 1.0
     pivot: float | None = None
+    treatment: str = ""  # of a response that was cut, or whose weight makes up for one that was
+    coin: float | None = None  # probability that its coin spared it, with a weight for it or without; None: not known
+    predicted: float | None = None  # of a candidate: probability that it is right, before its coin
+    predicted_reward: float | None = None
     candidate_rule: str = ""
     decided_by: str = ""
     tokens_at_decision: int | None = None

@@ -39,6 +39,15 @@ class Rule(_Word):
     ENOUGH = "enough"  # its finished siblings have what an update needs
 
 
+class Treatment(_Word):
+    """What becomes of a response that is cut (`algo/treatment.py`)."""
+
+    FAILED = "failed"  # trained as it is: truncated, with the reward of a failure
+    VALUE = "value"  # trained as it is, with its predicted reward
+    DOUBLY_ROBUST = "doubly_robust"  # the same, and the responses that a coin spared correct the prediction
+    MASKED = "masked"  # left out, and the responses that a coin spared carry weights
+
+
 class Process(_Word):
     """Kinds of processes of a run in which a hook may act."""
 

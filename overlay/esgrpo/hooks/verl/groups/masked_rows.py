@@ -1,4 +1,4 @@
-"""Masks the rows of pruned responses, so that no loss and no group statistic sees them."""
+"""Masks rows of responses that are cut and left out (`prune.treatment=masked`): no loss, no statistic sees them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def around(call):
 
 def mask_pruned(rows) -> list:
     """Zero the response_mask of the rows that no loss may see; returns them."""
-    from esgrpo import config
-    from esgrpo.algo.pruning import masked
+    from esgrpo.algo.treatment import masked
 
-    gone = masked([row.extra_fields.get("esgrpo") for row in rows], config.current().prune.repetition.keep_row)
+    gone = masked([row.extra_fields.get("esgrpo") for row in rows])
     found = [row for row, is_masked in zip(rows, gone, strict=True) if is_masked]
     for row in found:
         row.response_mask.zero_()

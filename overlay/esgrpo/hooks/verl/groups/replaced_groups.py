@@ -57,8 +57,8 @@ class Filter:
 def replace(rollouter, sample) -> bool:
     """True when the group is not to be put, and its place was given back."""
     from esgrpo import records
-    from esgrpo.algo.pruning import is_resolved_null
     from esgrpo.algo.rows import Replaced
+    from esgrpo.algo.treatment import is_resolved_null
     from esgrpo.hooks.verl.metrics import decision_counts, prune_metrics
     from esgrpo.hooks.verl.prompts import in_flight
 

@@ -36,7 +36,7 @@ def grpo_segment(token_level_rewards, response_mask, index, config=None, **_unus
 
     norm_by_std = True if config is None else bool(config.get("norm_adv_by_std_in_grpo", True))
     advantages = losses.grpo_segment_advantage(token_level_rewards, response_mask, index, norm_by_std=norm_by_std,
-                                               keep=weighted_rows.current())
+                                               tossed=weighted_rows.current())
     return advantages, advantages
 
 

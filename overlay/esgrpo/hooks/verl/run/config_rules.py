@@ -9,6 +9,7 @@ import dataclasses
 import os
 from dataclasses import dataclass, field
 
+from esgrpo.algo.terms import Treatment
 from esgrpo.config import PREFIX, Segment
 from esgrpo.errors import ConfigError
 
@@ -77,12 +78,15 @@ def _rules(config, found: Plan, features: frozenset[str]):
         if segment.prune.finish_group_after > rollout.n:
             _refuse(f"{PREFIX}.prune.finish_group_after", segment.prune.finish_group_after,
                     f"at most rollout.n = {rollout.n}", "lower it")
-        estimator = str(config.algorithm.adv_estimator)
-        if estimator == "grpo":
-            yield Setting("algorithm.adv_estimator", "grpo_segment", "pruned rows must leave the group statistics")
+        estimator, treatment = str(config.algorithm.adv_estimator), segment.prune.treatment
+        if treatment == Treatment.FAILED:
+            pass  # rows as all others
+        elif estimator == "grpo":
+            yield Setting("algorithm.adv_estimator", "grpo_segment",
+                          f"{PREFIX}.prune.treatment={treatment} changes the group statistics")
         elif estimator != "grpo_segment":
-            _refuse("algorithm.adv_estimator", estimator, "grpo or grpo_segment with pruning on",
-                    f"set it, or switch {PREFIX}.prune off")
+            _refuse("algorithm.adv_estimator", estimator, f"grpo or grpo_segment with {PREFIX}.prune.treatment="
+                    f"{treatment}", f"set it, or {PREFIX}.prune.treatment=failed")
     yield from _pruning(config, segment)
     if segment.enable and segment.prune.repetition.enable:
         yield from _loops(config, segment)
@@ -127,7 +131,10 @@ NOT_HOMOGENEOUS = ("clip_cov", "kl_cov", "dro")
 
 
 def _pruning(config, segment: Segment):
-    """What weights for pruned rows need: a fixed denominator and a loss that is proportional to the advantage."""
+    """What weights and predictions need: no estimated spread, a fixed denominator, a loss linear in the advantage.
+
+    Nothing that is known to be biased is left as it is: each setting is changed, and said.
+    """
     actor = config.actor_rollout_ref.actor
     legacy = "compute_prox_log_prob" in (config.get("async_training") or {})  # verl 0.7.0
     if legacy and segment.audited:
@@ -139,17 +146,22 @@ def _pruning(config, segment: Segment):
     if loss_mode in NOT_HOMOGENEOUS:
         _refuse("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, "another loss with audited pruning",
                 "it is not proportional to the advantage, which carries the row weights: choose pois, sais or vanilla")
+    treatment = segment.prune.treatment
+    if treatment == Treatment.VALUE and config.algorithm.get("use_kl_in_reward", False):
+        _refuse("algorithm.use_kl_in_reward", True, f"False with {PREFIX}.prune.treatment=value",
+                "a predicted reward has no KL penalty: use actor.use_kl_loss, or prune.treatment=failed")
     mode = actor.get("loss_agg_mode", "token-mean")
     if mode not in FIXED_DENOMINATORS:
-        yield (f"actor.loss_agg_mode: {mode} divides by what pruning leaves, so the weighted gradient is biased; "
-               "seq-mean-token-sum-norm is not")
-    elif mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor") is None:
+        yield Setting("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-sum-norm",
+                      f"{mode} divides by what pruning leaves, and the weighted gradient would be biased")
+        mode = "seq-mean-token-sum-norm"
+    if mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor") is None:
         yield Setting("actor_rollout_ref.actor.loss_scale_factor", config.data.max_response_length,
                       "verl would divide by the longest response of each micro-batch, which pruning changes (now by "
                       "data.max_response_length)")
     if config.algorithm.get("norm_adv_by_std_in_grpo", True):
-        yield ("algorithm.norm_adv_by_std_in_grpo=True: the estimated standard deviation of a pruned group biases the "
-               "gradient, which was up to 18 % too small (python -m bench.estimator_bias); False has no bias")
+        yield Setting("algorithm.norm_adv_by_std_in_grpo", False,
+                      f"{PREFIX}.prune.treatment={treatment} does not know a complete group's standard deviation")
 
 
 def _loops(config, segment: Segment):

@@ -65,8 +65,8 @@ def foreseen(buffer, partition: str) -> set[str]:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
     from esgrpo import config, records
-    from esgrpo.algo.pruning import is_resolved_null
     from esgrpo.algo.rows import Replaced
+    from esgrpo.algo.treatment import is_resolved_null
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts, prune_metrics
 
@@ -124,7 +124,7 @@ def _judge(buffer, partition: str, uids: set[str]) -> dict[str, float]:
 
 
 def _is_null(members: list, trained: list) -> bool:
-    from esgrpo.algo.pruning import without_gradient
+    from esgrpo.algo.treatment import without_gradient
 
     summaries = [row.extra_fields["esgrpo"] for row in members]
     return without_gradient((float(row.rm_scores.sum()) for row in trained),

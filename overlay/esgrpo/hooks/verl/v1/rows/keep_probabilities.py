@@ -19,7 +19,7 @@ HOOK = Hook(
 )
 
 _SUMMARIES: contextvars.ContextVar = contextvars.ContextVar("esgrpo_v1_summaries", default=None)
-PADDING = {"keep_probability": 1.0, "pivot": None}  # a synthetic row of verl's, with an empty mask
+PADDING = {"outcome": "finish", "keep_probability": 1.0, "pivot": None}  # a synthetic row of verl's: an empty mask
 
 
 def around(call):

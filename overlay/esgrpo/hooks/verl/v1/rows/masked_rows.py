@@ -22,7 +22,7 @@ HOOK = Hook(
 def around(call):
     from esgrpo import config
 
-    if config.current().prunes:
+    if config.current().masks:
         mask(call.arguments["batch"])
     return call()
 
