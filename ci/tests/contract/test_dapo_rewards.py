@@ -149,7 +149,8 @@ def test_a_pruned_group_with_unequal_rewards_is_trained_and_unbiased_weights_rea
     assert not all(kept) and not is_resolved_null(rows, kept)
     mask = torch.tensor([[int(item)] for item in kept])
     rewards = torch.tensor([[row["score"]] for row in rows])
-    advantages = grpo_segment_advantage(rewards, mask, ["g"] * SIZE, norm_by_std=False, tossed=tossed_of({"esgrpo": rows}))
+    advantages = grpo_segment_advantage(rewards, mask, ["g"] * SIZE, norm_by_std=False,
+                                        tossed=tossed_of({"esgrpo": rows}))
     assert advantages[0] > 0 and not advantages[~mask.bool()].any()
 
 

@@ -49,8 +49,8 @@ REFUSED = {
 ACCEPTED = {
     "off": [],
     "observe": [f"{SEGMENT}.observe=True"],
-    "all": [*ON, f"{SEGMENT}.prune.repetition.enable=True", f"{SEGMENT}.prune.treatment=masked", f"{LOSS}=pois", f"{SEGMENT}.dmmpt.enable=True",
-            "async_training.trigger_parameter_sync_step=1"],
+    "all": [*ON, f"{SEGMENT}.prune.repetition.enable=True", f"{SEGMENT}.prune.treatment=masked", f"{LOSS}=pois",
+            f"{SEGMENT}.dmmpt.enable=True", "async_training.trigger_parameter_sync_step=1"],
     "version": [*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=version", "async_training.trigger_parameter_sync_step=3"],
     "one step": [*ON, f"{LOSS}=pois", "async_training.trigger_parameter_sync_step=1"],
     "three steps": [*ON, f"{LOSS}=pois", "async_training.trigger_parameter_sync_step=3"],
