@@ -18,8 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-from bench import train
-from bench.common import ROOT, arm, compare, stack
+from bench.common import ROOT, arm, compare, scales, stack
+from bench.common.arm_values import Arm
 from bench.common.console import print_table, say
 from bench.common.modules import SEGMENT_LENGTH, switches
 from bench.common.provenance import commit, cpu_model
@@ -30,7 +30,7 @@ from esgrpo.tools.report.training_figures import comparison_panels
 
 TASK = "search"
 PRETRAINED_TASK, PRETRAINED_BATCH = "gcd", 4  # short answers; half of the testbed's prompts a step
-MINIMUM_STEPS = {"testbed": 30, train.SMOLLM2: 1}
+MINIMUM_STEPS = {"testbed": 30, scales.SMOLLM2: 1}
 TRAINING_PROMPTS = 2048
 
 PLAIN = switches("observe")
@@ -43,12 +43,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench/quickstart.sh", description=__doc__)
     parser.add_argument("--budget", type=float, default=300.0, help="wall seconds per arm after start-up")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", choices=("testbed", train.SMOLLM2), default="testbed",
-                        help=f"{train.SMOLLM2}: SmolLM2-135M-Instruct, made once in runs/pretrained (300 MB)")
+    parser.add_argument("--model", choices=("testbed", scales.SMOLLM2), default="testbed",
+                        help=f"{scales.SMOLLM2}: SmolLM2-135M-Instruct, made once in runs/pretrained (300 MB)")
     parser.add_argument("--out", type=Path, help="default: runs/quickstart, with -smollm2 behind it for that model")
     compare.add_target_option(parser)
     options = parser.parse_args(argv)
-    pretrained = options.model == train.SMOLLM2
+    pretrained = options.model == scales.SMOLLM2
     options.task = PRETRAINED_TASK if pretrained else TASK
     options.target = compare.target_of(parser, options.task, options.target, options.model if pretrained else "small")
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
@@ -88,10 +88,9 @@ def testbed_run(options, out: Path) -> tuple[list[str], int]:
 
 def pretrained_run(options, out: Path) -> tuple[list[str], int]:
     """As testbed_run, of the pre-trained model, which is made where it is missing. Raises RuntimeError."""
-    told = train.parse(["--model", train.SMOLLM2, "--task", PRETRAINED_TASK, "--batch", str(PRETRAINED_BATCH),
-                        "--out", str(out), "--seeds", str(options.seed)])
-    data = train.prepare_pretrained(told)
-    return train.shared(told, options.seed, data, Path("RUN_DIR"), train.arm_of(told, "plain")), told.segment
+    data = scales.make_pretrained(scales.PRETRAINED, PRETRAINED_TASK)
+    plan = scales.plan(scales.SMOLLM2, batch=PRETRAINED_BATCH, model=scales.PRETRAINED / "model")
+    return scales.shared(plan, options.seed, data, Path("RUN_DIR"), Arm("", "off")), plan.segment
 
 
 def against_plain(plain: compare.Result, overlay: compare.Result) -> tuple[list[str], bool]:
@@ -149,7 +148,7 @@ def report(results, out: Path, options, difference: list[str]) -> int:
     for line in afterwards(out):
         say(line)
     least = MINIMUM_STEPS[options.model]
-    if options.model == train.SMOLLM2:
+    if options.model == scales.SMOLLM2:
         steps = " and ".join(f"{r.steps} ({r.name})" for r in results)
         say(f"{steps} optimiser steps in {options.budget:.0f} s each: too few for a reward to say anything; on GPUs: "
             "python -m bench.train --model smollm2")

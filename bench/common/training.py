@@ -163,7 +163,12 @@ def device(options) -> str:
         return f"{platform.machine()}, {cpu_model()}, {options.cores} cores a run"
     import torch
 
-    return f"{torch.cuda.get_device_name()}, {1 + options.replicas} a run, {options.cores} cores a run"
+    return f"{torch.cuda.get_device_name()}, {trainers(options) + options.replicas} a run, {options.cores} cores a run"
+
+
+def trainers(options) -> int:
+    """GPUs of the trainer; a benchmark without that option has one."""
+    return getattr(options, "trainers", 1)
 
 
 def report(found, curves, failed: list[str], options, arms: dict[str, list[str]] = ARMS) -> int:
@@ -171,10 +176,10 @@ def report(found, curves, failed: list[str], options, arms: dict[str, list[str]]
     rows = table({name: seeds for name, seeds in found.items() if seeds})
     notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
-             f"{device(options)} for one trainer and {options.replicas} rollout "
-             f"replica{'s' * (options.replicas > 1)}, {options.jobs} runs side by side",
+             f"{device(options)} for {['one trainer', f'a trainer on {trainers(options)}'][trainers(options) > 1]} and "
+             f"{options.replicas} rollout replica{'s' * (options.replicas > 1)}, {options.jobs} runs side by side",
              "median [range] over seeds; ratios within a seed; waste as a share of spent tokens",
-             f"target of all arms: a held-out reward of {options.target}"]
+             f"target of all arms: a held-out reward of {options.target}", *getattr(options, "notes", ())]
     return publish(rows, notes, options, {"target": options.target, "arms": arms,
                                           "failed": failed, "measures": found, "curves": curves})
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from bench import train
-from bench.common import algorithms, compare, modules, stack, training
+from bench.common import algorithms, compare, modules, scales, stack, training
 from ci.tests.unit.test_ablation import settings_of
 from ci.tests.unit.test_bench_robustness import write_run
 
@@ -58,12 +56,11 @@ def test_unknown_arm(capsys, arm, said):
     assert said in capsys.readouterr().err
 
 
-def test_data_is_whole_or_not_there(tmp_path, monkeypatch):
+def test_data_is_whole_or_not_there(tmp_path):
     pytest.importorskip("pandas")
-    options = train.parse(["--scale", "large", "--prompts", "3", "--out", str(tmp_path)])
+    options = train.parse(["--scale", "large", "--prompts", "3", "--validation", "2", "--out", str(tmp_path)])
     options.model.mkdir(parents=True)
     (options.model / "config.json").write_text("{}")  # is there: not trained again
-    monkeypatch.setitem(train.SETTINGS, "large", replace(train.SETTINGS["large"], validation=2))
     data = train.prepare(options, [1, 2])
     assert sorted(path.name for path in data[2].iterdir()) == ["train.parquet", "val.parquet"]
     assert data[1] != data[2] and not list(tmp_path.glob("*.partial"))
@@ -76,7 +73,7 @@ def test_the_pretrained_model_reaches_verl(tmp_path):
     assert lines["reward.custom_reward_function.path"].endswith("bench/pretrained/reward.py")
     assert lines["data.max_response_length"] == "4096" and lines[f"{ROLLOUT}.max_model_len"] == str(4096 + 128)
     assert lines[f"{ROLLOUT}.n"] == lines["rollout.n"] == "16"
-    assert lines[f"{ROLLOUT}.segment.segment_length"] == str(4096 // train.SEGMENTS)
+    assert lines[f"{ROLLOUT}.segment.segment_length"] == str(4096 // scales.SEGMENTS)
     assert lines["data.train_max_samples"] == "64" and lines["data.val_max_samples"] == "32"
 
 
@@ -126,6 +123,7 @@ def test_dapo_samples_dynamically_where_the_trainer_has_it_and_says_so(tmp_path)
 
 @pytest.mark.parametrize("arguments, said", [
     (("--task", "sorting"), "wanted one of gcd"), (("--cap", "0"), "--cap 0: wanted a number above 0"),
+    (("--gpus", "2/2", "--arms", "plain gpus=1/2"), "3 GPUs, the others have 4"),
     (("--group", "1"), "no advantage"), (("--gpus", "2"), "TRAINER/ROLLOUT"), (("--segment", "9999"), "to the cap"),
     (("--seeds", "one"), "whole numbers"), (("--budget", "-1"), "--budget -1.0: wanted a number above 0"),
     (("--arms", "plain colour=red"), "unknown value 'colour'"), (("--arms", "plain steps=0"), "steps is optimiser"),
@@ -143,8 +141,8 @@ def test_bad_input_is_one_line(capsys, arguments, said):
 
 def test_every_family_of_the_pretrained_model_is_known():
     families = pytest.importorskip("bench.pretrained.families")
-    assert set(train.FAMILIES) == set(families.FAMILIES)
-    assert train.PRETRAINED_PROMPT_TOKENS == families.MAX_PROMPT_TOKENS
+    assert set(scales.FAMILIES) == set(families.FAMILIES)
+    assert scales.PRETRAINED_PROMPT_TOKENS == families.MAX_PROMPT_TOKENS
 
 
 @pytest.mark.parametrize("arm", modules.LEFT_OUT)

@@ -36,7 +36,7 @@ def test_a_gain_is_claimed_only_beyond_what_two_runs_of_one_arm_differ_by(overla
 def test_the_overlay_arm_is_the_default_profile_which_its_driver_accepts(model, tmp_path, monkeypatch):
     told = {}
     monkeypatch.setattr(quickstart.make_data, "write", lambda *_: None)
-    monkeypatch.setattr(quickstart.train, "prepare_pretrained", lambda _options: tmp_path)
+    monkeypatch.setattr(quickstart.scales, "make_pretrained", lambda *_: tmp_path)
     monkeypatch.setattr(quickstart.arm, "run", lambda name, overrides, *_, **__: told.update({name: overrides}))
     monkeypatch.setattr(quickstart.compare, "load", lambda *_: None)
     monkeypatch.setattr(quickstart, "report", lambda *_: 0)
