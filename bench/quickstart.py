@@ -29,7 +29,7 @@ from esgrpo.tools.report import plots
 from esgrpo.tools.report.training_figures import comparison_panels
 
 TASK = "search"
-PRETRAINED_TASK, PRETRAINED_BATCH = "gcd", 4  # short answers; half of the testbed's prompts a step
+PRETRAINED_TASK, PRETRAINED_STEP = "gcd", {"batch": 4, "group": 4}  # short answers; a quarter of the testbed's step
 MINIMUM_STEPS = {"testbed": 30, scales.SMOLLM2: 1}
 TRAINING_PROMPTS = 2048
 
@@ -89,7 +89,7 @@ def testbed_run(options, out: Path) -> tuple[list[str], int]:
 def pretrained_run(options, out: Path) -> tuple[list[str], int]:
     """As testbed_run, of the pre-trained model, which is made where it is missing. Raises RuntimeError."""
     data = scales.make_pretrained(scales.PRETRAINED, PRETRAINED_TASK)
-    plan = scales.plan(scales.SMOLLM2, batch=PRETRAINED_BATCH, model=scales.PRETRAINED / "model")
+    plan = scales.plan(scales.SMOLLM2, **PRETRAINED_STEP, model=scales.PRETRAINED / "model")
     return scales.shared(plan, options.seed, data, Path("RUN_DIR"), Arm("", "off")), plan.segment
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import statistics
@@ -27,6 +28,8 @@ SERVER, AGENT_LOOP = "vLLMHttpServer", "AgentLoopWorker"  # what Ray calls their
 # verl's own timers: a step without evaluations, and its parts; the weight sync's key has its prefix twice
 STEP_PARTS = {"": "step", ", wait for samples": "gen", ", update": "update_actor",
               ", weight sync": "timing_s/param_sync"}
+DECISIONS = "decisions: "  # and the name of a module
+RACE = re.compile(r"(time|samples) to ")
 WASTES = ("pruned", "zero_variance", "stale", "reprefill")
 
 
@@ -69,7 +72,7 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         "memory of all processes, GB": result.peak_bytes / 1e9 if result.peak_bytes else None,
         "responses": result.responses,
         "optimiser steps": result.steps,
-        **{f"decisions: {row.module}": row.decided for row in result.modules if row.on},
+        **{f"{DECISIONS}{row.module}": row.decided for row in result.modules if row.on},
     }
 
 
@@ -82,15 +85,22 @@ def add_equal_samples(found: dict[str, dict[int, dict]], curves: dict[str, dict[
 
 
 def table(found: dict[str, dict[int, dict]]) -> list[list[str]]:
-    """Rows of text, one per measure; `found` maps arm -> seed -> measures."""
+    """Rows of text, one per measure; `found` maps arm -> seed -> measures. Decisions stand under the ratios, so that no
+    ratio is read without them."""
     names = list(found)
     keys = list(dict.fromkeys(k for arms in found.values() for m in arms.values() for k in m))
-    rows = [["", *names]]
-    rows += [[key, *[spread([m.get(key) for m in found[name].values()]) for name in names]] for key in keys]
+    decided = [key for key in keys if key.startswith(DECISIONS)]
+
+    def row(key: str) -> list[str]:
+        return [key, *[spread([m.get(key) for m in found[name].values()]) for name in names]]
+
+    rows = [["", *names], *[row(key) for key in keys if key not in decided]]
     base = baseline_of(names)
-    for key in ("effective tokens/s", "decoded tokens/s") if base else ():
-        rows.append([f"{key}, ratio to {base}", *[spread(ratios(found, name, key)) for name in names]])
-    return rows
+    for key in ("effective tokens/s", "decoded tokens/s", *[k for k in keys if RACE.match(k)]) if base else ():
+        within = {name: ratios(found, name, key) for name in names}
+        if within[base]:  # else nobody is compared with a baseline that did not come so far
+            rows.append([f"{key}, ratio to {base}", *[spread(values) for values in within.values()]])
+    return rows + [row(key) for key in decided]
 
 
 def is_done(record: Path, overrides: list[str]) -> bool:

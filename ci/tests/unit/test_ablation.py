@@ -70,6 +70,18 @@ def test_ratios_are_taken_within_a_seed():
     assert ["effective tokens/s, ratio to off", "1 [1, 1]", "2.5 [2, 3]"] in rows
 
 
+def test_no_ratio_stands_without_the_decisions_behind_it():
+    def measured(value):
+        return {"decisions: routing": 3, "time to 0.50, s": value, "time to 0.90, s": None, "bubble rate": 0.1}
+
+    rows = training.table({"plain": {1: measured(20.0), 2: measured(40.0)},
+                           "all": {1: measured(10.0), 2: measured(30.0)}})
+    names = [row[0] for row in rows]
+    assert ["time to 0.50, s, ratio to plain", "1 [1, 1]", "0.625 [0.5, 0.75]"] in rows
+    assert "time to 0.90, s, ratio to plain" not in names  # plain did not come so far
+    assert names[-1] == "decisions: routing" and names.count("decisions: routing") == 1
+
+
 @pytest.mark.parametrize("record, done", [
     ({"return_code": 0, "stopped_at_budget": False}, True), ({"return_code": -15, "stopped_at_budget": True}, True),
     ({"return_code": 1, "stopped_at_budget": False}, False), ({"return_code": 0, "overrides": ["other"]}, False)])
