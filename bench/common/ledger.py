@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from bench.common.workload import Sample
@@ -13,19 +14,20 @@ class Ledger:
     """Response tokens by fate. `trained`: in an update, with a gradient; otherwise a cause:
 
     zero_variance  in an update, but all finished samples of the group agree: no gradient
-    pruned         ended for good before its end
+    pruned         ended for good before its end, and left out
     discarded      thrown away to be decoded again, or a spare sample that was not needed
     left_over      decoded, but not trained when the run ended
 
-    Invariants: a token has one fate; a group is trained once, with `members` samples that ended.
+    Invariants: a token has one fate; a group is trained once, with `members` samples that ended. `trains_cut`: a sample
+    that was cut is trained as the failure that it is, as far as it came.
 
     `version` is the driver's to count: weight updates so far. `staleness`: of every trained group, the versions between
     the first submission of the attempt that was trained and its update (0: on-policy). `spans`: of every response that
     is not trained, which version decoded which of its tokens, as (version, tokens up to there).
     """
 
-    def __init__(self, members: int):
-        self.members = members
+    def __init__(self, members: int, trains_cut: bool = False):
+        self.members, self.trains_cut = members, trains_cut
         self.trained = self.trained_samples = self.pruned_samples = self.gradient_groups = 0
         self.waste = dict.fromkeys(CAUSES, 0)
         self.held: dict[int, int] = {}  # sample key -> tokens of a response that is not running and not whole
@@ -80,9 +82,13 @@ class Ledger:
     def prunes(self, sample: Sample, tokens: int) -> int:
         self._over.add(sample.key)
         self.held.pop(sample.key, None)
+        self.pruned_samples += 1
+        if self.trains_cut and tokens:
+            self.reached(sample, tokens)
+            self.ended.setdefault(sample.group, []).append(dataclasses.replace(sample, tokens=tokens, correct=False))
+            return self.count(sample.group)
         self.spans.pop(sample.key, None)
         self.waste["pruned"] += tokens
-        self.pruned_samples += 1
         self.cut[sample.group] = self.cut.get(sample.group, 0) + 1
         return self.count(sample.group)
 

@@ -74,7 +74,8 @@ class Driver:
                  source: Callable[[int], Sequence[Group]], end: float):
         self.fleet, self.policy, self.limits, self.course, self.source = fleet, policy, limits, course, source
         self.end = end
-        self.ledger, self.view = Ledger(limits.members), View(self.progress, limits.replicas)
+        self.ledger = Ledger(limits.members, policy.trains_cut)
+        self.view = View(self.progress, limits.replicas)
         self.flights: dict[int, Flight] = {}
         self.responses: dict[int, list[int]] = {}  # tokens of what is not running
         self.asleep: dict[int, tuple[float, Flight]] = {}  # aborted by a sync: when its client submits it again

@@ -144,6 +144,7 @@ class Policy:
     sleeps = True  # a client whose request a weight sync aborted waits before it resumes, as verl's does
     spare = 0.0  # spare samples per trained one that the workload must have
     carries = False  # under sync a step ends while groups that it began are unfinished
+    trains_cut = False  # what it cuts is trained as it is
     chooses = False  # takes other prompts than the data's order has, and therefore does other work than the others
 
     def __init__(self, limits: Limits, rng: random.Random):

@@ -2,9 +2,10 @@
 
 Modules, each can be left out: A routing (longest forecast first, and perhaps replicas kept for the tail), B keep
 (requests survive a weight sync with their KV cache; under sync, too, so that groups can be carried over), C pruning
-(the resolved rule under its audit), D elastic segments (a group that is all but finished is told to look soon; its rest
-joins the tail class and may move to a tail replica at that boundary), S the prompt sampler (prompts by the gradient
-that they promise). S takes other prompts than all other policies, so that what is compared by its speed is without it.
+(the resolved rule under its audit; what it cuts is trained, and left out in "es-grpo/ABC+masked"), D elastic segments
+(a group that is all but finished is told to look soon; its rest joins the tail class and may move to a tail replica at
+that boundary), S the prompt sampler (prompts by the gradient that they promise). S takes other prompts than all other
+policies, so that what is compared by its speed is without it.
 
 Soft boundaries that decide nothing are not events here: they cost the engine nothing (bench.scheduler_cost). One audit
 for all groups, as with one agent-loop worker. The rules for loops are not simulated: no tokens, no loops.
@@ -42,7 +43,7 @@ from esgrpo.algo.history import PromptHistory
 from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing import BODY, TAIL, PromptQueue, TailShare
 from esgrpo.algo.segments import MOVE, at_boundary, next_multiple
-from esgrpo.algo.terms import Outcome, Rule
+from esgrpo.algo.terms import Outcome, Rule, Treatment
 
 ROUTING, KEPT, PRUNING, ELASTIC, SAMPLER = ALL_MODULES = "ABCDS"
 
@@ -92,6 +93,7 @@ class EsGrpo(Policy):
         super().__init__(limits, rng)
         self.has = frozenset(self.modules)
         self.settings = self.settings_of_modules()
+        self.trains_cut = self.settings.prune.treatment != Treatment.MASKED
         self.sync = KEEP if KEPT in self.has and self.keeps else ABORT
         self.sleeps = KEPT not in self.has  # the hook resume-without-sleep
         routing = self.settings.routing
@@ -378,6 +380,8 @@ CHANGES = {"hold": {"holds": True},
            "drop": {"drops": True},
            **{f"bound-{versions}": {"bound": versions} for versions in range(1, 9)},
            **{f"over-{factor}": {"over": factor} for factor in (1.25, 1.5, 3.0)},
+           "masked": {"overrides": {"prune": {"resolved": {"enable": True}, "audit": {"enable": True},
+                                              "treatment": "masked"}}},
            "few-tails": {"overrides": {"routing": {"tail_share": 0.25, "tail_quantile": 0.95}}},
            "loose": {"overrides": {"prune": {"resolved": {"enable": True, "null_prob": 0.3}, "audit": {
                "enable": True, "max_false_rate": 0.2, "max_fraction": 0.75}}}}}  # candidates, and pruned ones, abound

@@ -65,7 +65,7 @@ class Simulation:
         self.now = 0.0
         self.replicas = [Replica(device, limits.sequences, limits.capacity, lambda: self.now)
                          for _ in range(limits.replicas)]
-        self.ledger = Ledger(limits.members)
+        self.ledger = Ledger(limits.members, policy.trains_cut)
         self.view = View(self, limits.replicas)
         self.where: dict[int, tuple[int, Run]] = {}  # sample key -> (replica, submission)
         self.last_place: dict[int, int] = {}  # of a response that yielded: its KV cache is still there

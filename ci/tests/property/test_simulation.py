@@ -138,11 +138,19 @@ class Reckless(Pruning):
                            "audit": {"enable": True, "min_candidates": 1, "max_false_rate": 1.0}}}
 
 
+class LeavesOut(Reckless):
+    overrides = {"prune": {**Reckless.overrides["prune"], "treatment": "masked"}}
+
+
 @pytest.mark.parametrize("scenario", [SYNC, ASYNC])
 def test_pruned_and_preempted_responses_are_accounted_for(scenario):
     found = simulate(Reckless, 30, scenario, kv_tokens=900)
-    assert found["pruned_samples"] > 10 and found["waste"]["pruned"] > 0 and found["preemptions"] > 0
-    assert found["trained_samples"] + found["pruned_samples"] == 30 * 4 * 3
+    assert found["pruned_samples"] > 10 and found["waste"]["pruned"] == 0 and found["preemptions"] > 0
+    untrained = 30 * 4 * 3 - found["trained_samples"]
+    assert 0 <= untrained < found["pruned_samples"], "what is cut is trained, unless it has no token"
+    left_out = simulate(LeavesOut, 30, scenario, kv_tokens=900)
+    assert left_out["pruned_samples"] > 10 and left_out["waste"]["pruned"] > 0
+    assert left_out["trained_samples"] + left_out["pruned_samples"] == 30 * 4 * 3
     plain = simulate(EsGrpo, 30, scenario, kv_tokens=900)
     assert plain["decoded"] > found["decoded"] and plain["pruned_samples"] == 0
 
@@ -182,3 +190,17 @@ def test_the_ledger_notices_a_token_without_fate():
     ledger.finished(Sample(0, 0, 0, 0, 10, True))
     with pytest.raises(AssertionError, match="11 tokens were decoded"):
         ledger.close(11)
+
+
+@pytest.mark.parametrize("trains_cut", [False, True])
+def test_a_cut_response_is_trained_as_far_as_it_came_or_wasted(trains_cut):
+    ledger = Ledger(2, trains_cut)
+    right, cut = Sample(0, 0, 0, 0, 10, True), Sample(1, 0, 1, 0, 50, True)
+    for sample in (right, cut):
+        ledger.resumes(sample, 0)
+    ledger.finished(right)
+    assert ledger.prunes(cut, 7) == 2  # the group is whole
+    ledger.train([0])
+    ledger.close(17)
+    assert (ledger.trained, ledger.waste["pruned"]) == ((17, 0) if trains_cut else (0, 7))
+    assert ledger.gradient_groups == trains_cut and ledger.pruned_samples == 1  # right against cut, which is no success

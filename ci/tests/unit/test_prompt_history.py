@@ -11,7 +11,7 @@ import pytest
 from esgrpo import config
 from esgrpo.algo import lengths
 from esgrpo.algo.calibration import Calibration, ranks, spearman
-from esgrpo.algo.history import PromptHistory, prompt_key, refined
+from esgrpo.algo.history import PromptHistory, prompt_key
 
 MEDIAN, PROMPT_SIGMA, SAMPLE_SIGMA = 1160, 0.81, 0.57  # TailSieve's trace
 GROUP = 8
@@ -226,32 +226,6 @@ def test_there_is_always_an_answer():
         assert 0 < forecast["low"] <= forecast["tokens"] <= forecast["high"] <= (budget or math.inf)
         assert forecast["length_class"] == "body" and not forecast["known"]
         assert (forecast["alpha"], forecast["beta"]) == pytest.approx((1, 1))
-
-
-def test_the_first_finished_sibling_refines_a_cold_forecast():
-    rng, effects = population(5)
-    told = history()
-    for number, effect in enumerate(effects):
-        seen = responses(rng, effect)
-        told.observe(str(number), seen, *whole(seen))
-    cold = told.forecast("new")
-    short, long = refined(cold, [150]), refined(cold, [9000])
-    assert short["tokens"] < cold["tokens"] < long["tokens"] and long["length_class"] == "tail"
-    assert long["low"] >= 9000 and long["high"] > 9000
-    errors = {"cold": 0.0, "refined": 0.0}
-    for effect in effects:
-        first, *rest = responses(rng, effect)
-        actual = sum(max(n, first) for n in rest) / len(rest)
-        for name, forecast in (("cold", cold), ("refined", refined(cold, [first]))):
-            errors[name] += abs(math.log(forecast["tokens"] / actual))
-    assert errors["refined"] < 0.75 * errors["cold"]
-
-
-def test_nothing_to_refine():
-    told = history()
-    told.observe("a", [100] * 4, *whole([100] * 4))
-    known, cold = told.forecast("a"), told.forecast("b")
-    assert refined(None, [1]) is None and refined(known, [900]) == known and refined(cold, []) == cold
 
 
 # ---- quality

@@ -239,7 +239,8 @@ def test_a_record_says_what_became_of_the_response():
     from esgrpo.algo.rollout import Response
     from esgrpo.algo.terms import Outcome
 
-    plain = Response("g", 0).record(1.0, 0.0, None, "failed")
+    plain = Response("g", 0, tokens=4, logprob_sum=-2.5).record(1.0, 0.0, None, "failed")
+    assert plain.logprob_sum == -2.5
     by_engine = Response("g", 0, outcome=Outcome.PRUNE, rule="repetition").record(1.0, 0.0, None, "failed")
     spared = {"rule": "resolved", "prune": False, "keep_probability": 0.1, "reason": "coin", "tokens": 5, "pivot": 0.0,
               "coin": 0.1, "predicted": 0.02, "reward": None}

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 
 from esgrpo.algo.correctness_prior import CorrectnessPrior
 from esgrpo.algo.lengths import (
-    LEAST_VARIANCE,
-    PROMPT_SHARE,
     LengthStatistics,
     Moments,
     censored,
@@ -188,10 +186,7 @@ class PromptHistory:
         return alpha + entry.correct, beta + entry.wrong
 
     def forecast(self, key: str, version: int | None = None) -> dict:
-        """Expected tokens of a response, its 80 % interval, class and posterior of correctness; always answers.
-
-        `limits` are the tokens below and above which a forecast is short or tail, for `refined`.
-        """
+        """Expected tokens of a response, its 80 % interval, class and posterior of correctness; always answers."""
         entry = self._entry(key, self._now(version))
         alpha, beta = self._correctness(entry)
         short, tail, low, high, tokens = self._all_prompts()
@@ -205,8 +200,7 @@ class PromptHistory:
         if self.budget:
             low, high = min(low, self.budget), min(high, self.budget)
         return {"tokens": min(max(tokens, low), high), "low": low, "high": high, "known": known,
-                "length_class": length_class(tokens, (short, tail)) if known else BODY, "limits": [short, tail],
-                "alpha": alpha, "beta": beta}
+                "length_class": length_class(tokens, (short, tail)) if known else BODY, "alpha": alpha, "beta": beta}
 
     def _all_prompts(self) -> tuple[float, ...]:
         """Quantiles of all lengths (short, tail, low, high) and their mean, in tokens; kept until the next visit."""
@@ -267,28 +261,3 @@ def _moments(rows: Sequence[tuple[float, float, float | None]]) -> Moments:
     mean = sum(row[0] * row[1] for row in rows) / weight
     return Moments(weight, mean, sum(w * ((value - mean) ** 2 if square is None else square)
                                      for value, w, square in rows))
-
-
-def refined(forecast: dict | None, finished_lengths: Sequence[int]) -> dict | None:
-    """The forecast for the members of a group that still run, once some have finished (tokens of each).
-
-    A forecast with history stays; without one, the finished siblings are the first observations of this prompt, with
-    the prompt's share of the variance of TailSieve. Whoever is still running will mostly be longer than the longest
-    that has finished (Seer, arXiv 2511.14617, estimates a group by it), so no value is below that.
-    """
-    finished = [max(1, length) for length in finished_lengths]
-    if forecast is None or forecast["known"] or not finished:
-        return forecast
-    low, high = math.log(max(1.0, forecast["low"])), math.log(max(1.0, forecast["high"]))
-    variance = max(((high - low) / (2 * INTERVAL)) ** 2, LEAST_VARIANCE)
-    between, within = PROMPT_SHARE * variance, (1 - PROMPT_SHARE) * variance / len(finished)
-    seen = sum(map(math.log, finished)) / len(finished)
-    share = between / (between + within)
-    mean = share * seen + (1 - share) * (low + high) / 2
-    spread = between * (1 - share) + (1 - PROMPT_SHARE) * variance
-    reach, longest = INTERVAL * math.sqrt(spread), max(finished)
-    bottom = max(math.exp(mean - reach), longest)
-    top = max(math.exp(mean + reach), bottom)
-    tokens = min(max(math.exp(mean + spread / 2), bottom), top)
-    return {**forecast, "tokens": tokens, "low": bottom, "high": top,
-            "length_class": length_class(tokens, tuple(forecast["limits"])) if "limits" in forecast else BODY}

@@ -139,9 +139,9 @@ class Response:
         weighed = decision.get("keep_probability", 1.0) < 1
         return Row(
             prompt=self.prompt, group=self.group, member=self.number, outcome=str(self.outcome), rule=self.rule,
-            tokens=self.tokens, attempts=self.attempts, reprefill=self.reprefill, boundaries=self.boundaries,
-            spans=[list(span) for span in self.spans], places=[list(place) for place in self.places],
-            started=self.started, ended=now, candidate=self.decision is not None,
+            tokens=self.tokens, logprob_sum=self.logprob_sum, attempts=self.attempts, reprefill=self.reprefill,
+            boundaries=self.boundaries, spans=[list(span) for span in self.spans],
+            places=[list(place) for place in self.places], started=self.started, ended=now, candidate=self.decision is not None,
             exempted=self.decision is not None and not self.doomed,
             keep_probability=decision.get("keep_probability", 1.0), pivot=decision.get("pivot"),
             treatment=str(treatment) if self.pruned or weighed else "", coin=decision.get("coin", 1.0),

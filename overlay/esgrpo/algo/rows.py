@@ -162,6 +162,7 @@ class Response(Row):
     outcome: str = ""
     rule: str = ""
     tokens: int = 0
+    logprob_sum: float | None = None  # of its tokens, nats; of those that have a log-prob
     attempts: int = 1
     reprefill: int = 0  # prompt and response tokens that were computed again after an interruption
     boundaries: int = 0
