@@ -99,7 +99,7 @@ def allot(family: Family, counts: dict[str, int], drawn: Iterable[dict], seed: i
                               f"{counts}", "no tasks were made", "ask for fewer questions")
         question, gold = entry["question"], entry["answer"]
         split = split_of(family.name, question)
-        if question in seen or answers[split][gold] >= most[split]:
+        if split not in counts or question in seen or answers[split][gold] >= most[split]:
             continue
         solution = worked.solve(family.name, question)
         band = family.band(solution)
