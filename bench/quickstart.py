@@ -53,17 +53,13 @@ def main(argv: list[str] | None = None) -> int:
     options.target = compare.target_of(parser, options.task, options.target, options.model if pretrained else "small")
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     out = (options.out or ROOT / "runs" / ("quickstart-smollm2" if pretrained else "quickstart")).resolve()
-    try:
-        common, segment = pretrained_run(options, out) if pretrained else testbed_run(options, out)
-    except RuntimeError as error:
-        print(f"esgrpo: quickstart: {error}", file=sys.stderr)
-        return 1
-    own_switches = switches("profile=elastic", f"segment_length={segment}")  # a boundary must lie in a response
-    difference = ["plain:   " + " ".join(PLAIN), "overlay: " + " ".join(own_switches)]
-    say("both arms run the same command and the same wall-time budget; they differ in:")
-    print("\n".join("  " + line for line in difference), flush=True)
     results = []
     try:
+        common, segment = pretrained_run(options) if pretrained else testbed_run(options, out)
+        own_switches = switches("profile=elastic", f"segment_length={segment}")  # a boundary must lie in a response
+        difference = ["plain:   " + " ".join(PLAIN), "overlay: " + " ".join(own_switches)]
+        say("both arms run the same command and the same wall-time budget; they differ in:")
+        print("\n".join("  " + line for line in difference), flush=True)
         for name, own in (("plain", PLAIN), ("overlay", own_switches)):
             run_dir = out / name
             shutil.rmtree(run_dir, ignore_errors=True)
@@ -86,7 +82,7 @@ def testbed_run(options, out: Path) -> tuple[list[str], int]:
     return stack.common_overrides(data, options.seed), SEGMENT_LENGTH
 
 
-def pretrained_run(options, out: Path) -> tuple[list[str], int]:
+def pretrained_run(options) -> tuple[list[str], int]:
     """As testbed_run, of the pre-trained model, which is made where it is missing. Raises RuntimeError."""
     data = scales.make_pretrained(scales.PRETRAINED, PRETRAINED_TASK)
     plan = scales.plan(scales.SMOLLM2, **PRETRAINED_STEP, model=scales.PRETRAINED / "model")

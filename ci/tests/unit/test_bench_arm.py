@@ -56,3 +56,14 @@ def test_what_came_before_ready_does_not_count():
     begin = {(1, "Server"): 5.0, (2, "Loop"): 1.0}
     end = {(1, "Server"): 7.5, (2, "Loop"): 1.0, (3, "Loop"): 2.0}  # a worker started later counts whole
     assert arm._cpu_by_name(begin, end) == {"Server": 2.5, "Loop": 2.0}
+
+
+def test_memory_is_that_of_the_arms_own_processes(tmp_path):
+    marker, megabytes = "memory-of-a-test", 50
+    code = f"x = bytearray(b'1') * {megabytes << 20}; print('ready', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, arm.MARKER: marker}, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as child:
+        assert child.stdout.readline() == b"ready\n"
+        assert arm.memory_bytes(marker) > megabytes << 20 and arm.memory_bytes("of-nobody") == 0
+        child.communicate(b"\n")
+    assert arm.memory_bytes(marker) == 0
