@@ -43,11 +43,11 @@ QUESTIONS = {  # as reasoning-gym 0.1.25 words them, with its answers; ci/tests/
 }
 
 
-def lcm_entries(seed: int):
+def lcm_entries(seed: int, most: int = 250):
     """Questions without end, in reasoning-gym's format."""
     rng = random.Random(seed)
     while True:
-        a, b = rng.randint(4, 250), rng.randint(4, 250)
+        a, b = rng.randint(4, most), rng.randint(4, most)
         yield {"question": f"Find the Least Common Multiple (LCM) of these numbers: {a}, {b}",
                "answer": str(math.lcm(a, b))}
 
@@ -109,7 +109,7 @@ def test_reward_function_loads_by_path_without_the_package():
 def test_splits_never_share_a_question_whatever_the_seed():
     counts = dict.fromkeys(families.SPLITS, 60)
     family = Family("lcm", ())
-    made = [families.allot(family, counts, lcm_entries(seed), seed) for seed in (0, 1)]
+    made = [families.allot(family, counts, lcm_entries(seed, 60), seed) for seed in (0, 1)]
     for problems in (split for one in made for split in one.values()):
         assert len({p.question for p in problems}) == len(problems) == 60
     numbers = [{tuple(sorted(worked.numbers(p.question))) for one in made for p in one[split]} for split in counts]
@@ -122,13 +122,20 @@ def test_questions_depend_on_the_seed_only():
     assert one == again != other
 
 
-def test_lengths_follow_the_bands_and_no_answer_is_common():
+def test_lengths_follow_the_bands():
     problems = families.allot(FAMILIES["lcm"], {"train": 200}, lcm_entries(0), 0)["train"]
     sizes = Counter(FAMILIES["lcm"].band(p.solution) for p in problems)
     assert [sizes[i] for i in range(len(FAMILIES["lcm"].bands))] == [40, 60, 50, 24, 16, 10]
     lengths = sorted(len(p.solution) for p in problems)
     assert lengths[int(0.99 * 199)] >= 6 * lengths[99] and lengths[-1] < families.MAX_RESPONSE_TOKENS
-    assert max(Counter(p.gold for p in problems).values()) <= families.ONE_ANSWER * 200
+
+
+def test_no_answer_is_common_where_one_is_common_by_chance():
+    rng = random.Random(0)
+    pairs = ((rng.randint(1, 200), rng.randint(1, 200)) for _ in range(1_000_000))
+    drawn = ({"question": f"Find the GCD of these numbers: {a}, {b}", "answer": str(math.gcd(a, b))} for a, b in pairs)
+    golds = Counter(p.gold for p in families.allot(FAMILIES["gcd"], {"train": 200}, drawn, 0)["train"])
+    assert golds["1"] == max(golds.values()) == families.ONE_ANSWER * 200
 
 
 def test_one_family_is_held_out_and_the_long_tail_is_not():
