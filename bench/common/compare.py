@@ -143,8 +143,10 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         for hook in report["hooks"]:
             states[hook["state"]] = states.get(hook["state"], 0) + 1
     times = [r["ended"] - r["started"] for r in responses] or [0.0]
-    steps = max([int(m["data"]["training/global_step"]) for m in metrics
-                 if "training/global_step" in m["data"] and m["time"] <= end], default=0)
+    # verl logs a step when the next one begins: of a run of few steps the records know one more
+    steps = max([*[int(m["data"]["training/global_step"]) for m in metrics
+                   if "training/global_step" in m["data"] and m["time"] <= end],
+                 *[int(row.get("step") or 0) for row in read(str(run_dir), "trained") if row["time"] <= end], 0])
     return Result(
         name=arm["name"], seconds=end - ready, evaluations=evaluations, target=target,
         time_to_target=reached, samples_to_target=None if reached is None else sum(
