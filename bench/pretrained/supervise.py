@@ -160,6 +160,9 @@ def run(args: argparse.Namespace) -> None:
         raise EsgrpoError("supervise", f"{args.model} " + ("carries a start already" if made_from else
                           "was not made by bench.pretrained"), "the published model: the difference is one to it",
                           "nothing was trained", "python -m bench.pretrained --out DIR --raw")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise EsgrpoError("supervise", f"--device {args.device}, and torch sees none", "a CUDA device",
+                          "nothing was trained", "leave --device out to train on the CPU")
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     torch.backends.cuda.enable_cudnn_sdp(False)  # builds a plan for every new length, see bench.common.stack

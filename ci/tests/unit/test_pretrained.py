@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.pretrained import __main__ as make
-from bench.pretrained import families, lora, reward, supervise, wheels, worked
+from bench.pretrained import families, lora, measure, reward, supervise, wheels, worked
 from bench.pretrained.families import FAMILIES, Family
 from esgrpo.errors import EsgrpoError
 
@@ -226,6 +226,8 @@ def test_a_full_disk_is_seen_before(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("raised, code, said", [
     (OSError(errno.ENOSPC, "No space left on device"), 2, "MB are free"),
+    (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), 2, "MB are free"),
+    (PermissionError(errno.EACCES, "Permission denied"), 2, "Permission denied"),
     (KeyboardInterrupt(), 130, "interrupted"),
 ])
 def test_what_ends_in_the_middle_leaves_nothing(tmp_path, capsys, monkeypatch, raised, code, said):
@@ -238,6 +240,13 @@ def test_what_ends_in_the_middle_leaves_nothing(tmp_path, capsys, monkeypatch, r
     assert make.main(["--out", str(tmp_path / "out")]) == code
     line = capsys.readouterr().err.strip()
     assert FIVE_PARTS.fullmatch(line) and said in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_difference_that_is_not_there_is_told_before_anything_is_made(tmp_path, capsys):
+    assert make.main(["--out", str(tmp_path / "out"), "--start", str(tmp_path / "d.safetensors")]) == 2
+    line = capsys.readouterr().err.strip()
+    assert FIVE_PARTS.fullmatch(line) and "d.safetensors" in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -344,6 +353,26 @@ def test_the_gradient_is_that_of_the_response_alone_whatever_the_micro_batches(t
 def test_learning_rate_rises_and_falls():
     rates = [supervise.rate(step, 100) for step in range(100)]
     assert rates[0] < rates[4] and max(rates) <= 1.0 and rates[-1] == pytest.approx(supervise.LAST_LR, abs=1e-3)
+
+
+def test_a_device_that_is_not_there_and_a_folder_without_a_model_are_one_line(tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        (tmp_path / "esgrpo_origin.json").write_text('{"start": null}')
+        assert supervise.main(["--model", str(tmp_path), "--out", str(tmp_path / "d"), "--device", "cuda"]) == 2
+        assert FIVE_PARTS.fullmatch(capsys.readouterr().err.strip())
+    assert measure.main(["--model", str(tmp_path)]) == 2
+    assert FIVE_PARTS.fullmatch(capsys.readouterr().err.strip())
+
+
+def test_the_numbers_of_a_family():
+    def group(gold, *samples):
+        return {"gold": gold, "samples": [{"ids": [0] * n, "reward": r, "ended": n < 9} for r, n in samples]}
+
+    numbers = measure.summary([group("4", (1.0, 3), (0.0, 5)), group("4", (1.0, 2), (1.0, 4)),
+                               group("5", (0.0, 9), (0.0, 9))])
+    assert numbers == {"responses": 6, "reward": 0.5, "mode": 2 / 3, "mixed": 1 / 3, "P50": 4, "P90": 9, "P99": 9,
+                       "at cap": 2 / 6, "mean": 32 / 6}
 
 
 def test_a_supervised_stage_wants_the_published_model(tmp_path, capsys):
