@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import re
 import socket
@@ -31,6 +32,7 @@ RUN_ID_DIGITS = 12  # hexadecimal
 HELD_BYTES = 16 * 2**20  # rows that wait and those being written
 CHUNK_BYTES = 2**20  # joined for one write
 ROW_OVERHEAD_BYTES = 128  # of a bytes object, its tuple and its place in the queue
+ROTATED_BYTES = {"events": 16 * 2**20}  # kinds of which a process keeps its newest so many bytes, and as many before
 PERIOD_S = 0.1  # rows of this time are written together
 STATE_PERIOD_S = 5.0  # a state file is synced to the disk, and so not written more often than this
 WAIT_S = 5.0  # that a caller of `flush` may lose to a slow disk; once an operation has lasted longer, nobody waits
@@ -191,6 +193,8 @@ class Writer:
         finally:
             os.close(file)  # where a network file system says that there was no room
         self._seen.add(path)
+        if before + len(data) > ROTATED_BYTES.get(os.path.basename(path).partition("-")[0], math.inf):
+            os.replace(path, path.removesuffix(".jsonl") + ".before.jsonl")
 
     def _tell(self, directory: str) -> None:
         """Write down how many rows were dropped, now that writing works."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from esgrpo.algo.accounting import Occupancy, bubble
+from esgrpo.algo.accounting import Occupancy, bubble, in_flight, mean_age, spent_on
 
 CAUSES = ("used", "sync", "idle", "tail")
 
@@ -134,3 +135,36 @@ def test_a_longer_rollouter_pause_moves_idle_time_from_starved_to_paused(windows
     assert short["starved"] >= long["starved"] - 1e-12
     assert short["bubble_rate"] == pytest.approx(long["bubble_rate"])
     assert bubble(windows, 0.0)["paused"] == 0.0
+
+
+@given(st.floats(0, 1e6), st.dictionaries(st.sampled_from("abcd"), st.none() | st.floats(-10, 1e6)))
+def test_what_time_was_spent_on_sums_to_the_time(seconds, parts):
+    found = spent_on(seconds, parts, "other")
+    assert sum(found.values()) == pytest.approx(seconds) and min(found.values()) >= 0
+    assert set(found) == {*parts, "other"}
+    if sum(max(0.0, part or 0.0) for part in parts.values()) <= seconds:
+        assert all(found[name] == pytest.approx(max(0.0, part or 0.0)) for name, part in parts.items())
+
+
+@given(st.lists(st.tuples(st.integers(0, 80), st.integers(0, 9)), min_size=1, max_size=20), st.integers(0, 80))
+def test_groups_in_flight_second_by_second(steps, more):
+    history = [(time / 8, count, 9) for time, count in sorted(steps, key=lambda step: step[0])]
+    until = history[-1][0] + more / 8
+    ticks = range(int(history[0][0] * 8), int(until * 8))
+    counts = [[count for time, count, _ in history if time * 8 <= tick][-1] for tick in ticks]
+    idle, mean = in_flight(history, until)
+    assert idle == pytest.approx(counts.count(0) / 8)
+    assert mean == pytest.approx(sum(counts) / len(counts) if counts else 0.0)
+
+
+def test_nothing_known_of_groups_in_flight():
+    assert in_flight([], 5.0) == (0.0, 0.0) and mean_age([], 3) is None
+
+
+def test_surprisal_of_attempts_that_ended():
+    occupancy = Occupancy(4, lambda: 0.0)
+    for logprob_sum, tokens in ((-3.0, 6), (-math.inf, 5), (math.nan, 5), (0.0, 0), (-1.0, 2)):
+        occupancy.ended(logprob_sum, tokens)
+    window = occupancy.close()
+    assert (window.surprisal, window.surprisal_tokens) == (4.0, 8)
+    assert occupancy.window.surprisal_tokens == 0

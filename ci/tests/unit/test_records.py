@@ -12,7 +12,7 @@ import time
 import pytest
 
 from esgrpo import records
-from esgrpo.algo.rows import KINDS, SCHEMA, Batch, Trained
+from esgrpo.algo.rows import KINDS, SCHEMA, Batch, LoopEvent, Trained
 
 PERIOD = 0.01
 
@@ -240,6 +240,19 @@ def test_torn_rows_are_skipped_and_counted(run_dir):
     rows, torn = records.read_counted(str(run_dir), "batch")
     assert [row.step for row in rows] == [0, 1] and torn == 5
     assert records.read_counted(str(run_dir), "windows") == ([], 0)
+
+
+def test_events_keep_their_newest_rows_and_as_many_before(run_dir, monkeypatch):
+    monkeypatch.setattr(records, "ROTATED_BYTES", {"events": 1000})
+    for version in range(40):
+        records.write(LoopEvent(side="train", version=version, start=0.0, seconds=1.0, spent={"train": 1.0}))
+        records.write(Batch(step=version, groups=[]))
+        assert records.flush()
+    kept = [row.version for row in records.read(str(run_dir), "events")]
+    assert 2 <= len(kept) < 20 and kept == list(range(40 - len(kept), 40))
+    assert len(records.read(str(run_dir), "batch")) == 40
+    files = sorted(path.name for path in (run_dir / "esgrpo").glob("events-*"))
+    assert len(files) == 2 and sum((run_dir / "esgrpo" / name).stat().st_size for name in files) < 3000
 
 
 def test_a_row_after_a_torn_one_is_whole(run_dir):

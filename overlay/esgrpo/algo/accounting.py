@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from esgrpo.algo.terms import Outcome, Treatment
@@ -23,6 +25,8 @@ class Window:
     tail: float = 0.0  # fewer requests than capacity, and nobody waiting
     steps: int = 0
     tokens: int = 0
+    surprisal: float = 0.0  # nats, -log p of the sampled tokens of attempts that ended in it
+    surprisal_tokens: int = 0  # how many these are
     timeline: list[tuple[float, int]] = field(default_factory=list)  # (time, running requests)
 
 
@@ -69,6 +73,12 @@ class Occupancy:
     def pause(self, paused: bool) -> None:
         self._integrate()
         self._paused = paused
+
+    def ended(self, logprob_sum: float, tokens: int) -> None:
+        """An attempt ended, of which so many sampled tokens have a log-prob."""
+        if math.isfinite(logprob_sum):
+            self.window.surprisal -= logprob_sum
+            self.window.surprisal_tokens += tokens
 
     def close(self) -> Window:
         """End the window and start the next one."""
@@ -150,6 +160,36 @@ def tail_ratio(times: Iterable[float]) -> float:
     """P99 / P50 of completion times in seconds."""
     times = list(times)
     return quantile(times, TAIL) / max(quantile(times, MEDIAN), SHORTEST_TIME_S)
+
+
+def spent_on(seconds: float, parts: Mapping[str, float | None], rest: str) -> dict[str, float]:
+    """Where `seconds` went: the parts as measured, none below 0, and what is left under `rest`; they sum to `seconds`.
+
+    Parts that together exceed it, as timers inside one another do, are cut in their order. None: not measured.
+    """
+    found, left = {}, max(0.0, seconds)
+    for name, part in parts.items():
+        found[name] = min(max(part or 0.0, 0.0), left)
+        left -= found[name]
+    return {**found, rest: left}
+
+
+def in_flight(history: Sequence[tuple[float, int, int]], until: float) -> tuple[float, float]:
+    """(seconds with nothing in flight, mean in flight) of a step function: (time, count from then on, ...)."""
+    idle = area = seconds = 0.0
+    for (start, count, *_), (end, *_) in itertools.pairwise([*history, (until,)]):
+        span = max(0.0, end - start)
+        seconds += span
+        idle += span * (count <= 0)
+        area += span * max(0, count)
+    return idle, area / seconds if seconds > 0 else 0.0
+
+
+def mean_age(rows: Iterable[Mapping], version: int) -> float | None:
+    """Weight versions between the making of a token and its training under `version`, mean of the trained tokens."""
+    spans = [span for row in rows if not row["pruned"] for span in row["spans"]]
+    tokens = sum(count for _, count in spans)
+    return sum((version - made) * count for made, count in spans) / tokens if tokens else None
 
 
 def batch_metrics(rows: Sequence[dict], seconds: float, devices: int) -> dict[str, float]:

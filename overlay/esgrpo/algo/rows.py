@@ -283,8 +283,34 @@ class EngineWindow(Row):
     in_flight: int = 0
     kept: int = 0
     kv_ages: list = field(default_factory=list)  # [weight versions, responses]
+    surprisal: float = 0.0  # nats, -log p of the sampled tokens of attempts that ended in it
+    surprisal_tokens: int = 0  # how many these are
     token_outputs: dict | None = _unset()
     rollouter_paused: float = 0.0  # of this version, the same in the window of every replica
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoopEvent(Row):
+    """One side of the asynchronous loop: rollout between two weight versions, training between two batches. What was
+    not measured is None; `spent` sums to `seconds`."""
+
+    kind = "events"
+    side: str  # "rollout" or "train"
+    version: int  # of the weights when it ended
+    start: float
+    seconds: float
+    spent: dict  # what the time went to -> seconds: busy, idle; wait, train, sync, other
+    groups: int | None = None  # finished, or trained
+    in_flight: float | None = None  # groups, mean
+    limit: int | None = None  # of groups in flight
+    queue: int | None = None  # groups in the buffer at the end
+    queue_limit: int | None = None
+    tokens: int | None = None  # trained
+    age: float | None = None  # weight versions between making a token and training on it, mean of trained tokens
+    loss: float | None = None
+    grad_norm: float | None = None
+    entropy: float | None = None
+    kl: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -309,4 +335,4 @@ class Dropped(Row):
 
 KINDS: dict[str, type[Row]] = {cls.kind: cls for cls in (
     Start, Checkpoint, Submitted, Reissued, Restored, Restart, Batch, Response, Trained, Replaced, Failed, Evicted,
-    Carry, EngineWindow, Decisions, Dropped)}
+    Carry, EngineWindow, LoopEvent, Decisions, Dropped)}

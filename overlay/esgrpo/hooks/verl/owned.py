@@ -89,6 +89,13 @@ class TrainedPrompts:
 
 
 @dataclass
+class Steps:
+    """Of the fully-async trainer."""
+
+    ended: float | None = None  # when its last step ended
+
+
+@dataclass
 class Drawn:
     """Of v1's trainer."""
 

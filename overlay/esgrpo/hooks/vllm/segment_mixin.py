@@ -190,6 +190,7 @@ class SegmentMixin:
         if item is None:
             return None
         self.segment_outcomes[f"{outcome}/{rule}" if rule else outcome] += 1
+        self.segment_occupancy.ended(*self.segment_logprobs.of(request.request_id))
         marks = self.segment_book.carried_marks(item, request.num_output_tokens, self.segment_logprobs.of(
             request.request_id)) if outcome == YIELD else []
         payload = {"outcome": str(outcome), "rule": str(rule), "spans": item.spans, "boundaries": item.boundaries,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from esgrpo.algo import books
@@ -16,7 +16,7 @@ from esgrpo.algo.terms import Outcome
 from esgrpo.records import read, read_counted
 
 CAUSES = ("paused", "starved", "tail", "sync")  # of the bubble rate of a training run
-KINDS = ("responses", "trained", "replaced", "windows")
+KINDS = ("responses", "trained", "replaced", "windows", "events")
 BIN_S = 10.0
 BINS_PER_OCTAVE = 4  # of a histogram of lengths
 QUEUE_ORDER_MARGIN_S = 2.0  # between the end of a group's last response and its place in the queue
@@ -142,6 +142,33 @@ def training_reward(rows: list[dict], start: float) -> list[tuple[float, float]]
     return [((number + 0.5) * BIN_S, sum(scores) / len(scores)) for number, scores in sorted(bins.items())]
 
 
+def of_loop(events: Iterable[Mapping], windows: Iterable[Mapping]) -> dict[str, float]:
+    """Where both sides of a fully async loop spent their time, and what they measured; without events only surprisal.
+
+    Shares of a side sum to 1. Ages are weighted by trained tokens, groups in flight by time.
+    """
+    found, events = {}, list(events)
+    for side in ("train", "rollout"):
+        mine = [event for event in events if event["side"] == side]
+        seconds = sum(event["seconds"] for event in mine)
+        if seconds > 0:
+            found.update({f"{side}: {name}, share of its time": sum(
+                event["spent"].get(name, 0.0) for event in mine) / seconds for name in mine[0]["spent"]})
+    flying = [event for event in events if event["in_flight"] is not None and event["seconds"] > 0]
+    if flying:
+        found["groups in flight"] = sum(event["in_flight"] * event["seconds"] for event in flying) / sum(
+            event["seconds"] for event in flying)
+    aged = [event for event in events if event["age"] is not None and event["tokens"]]
+    if aged:
+        found["age of trained tokens, weight versions"] = sum(event["age"] * event["tokens"] for event in aged) / sum(
+            event["tokens"] for event in aged)
+    windows = list(windows)
+    counted = sum(window["surprisal_tokens"] for window in windows)
+    if counted:
+        found["surprisal, nats a token"] = sum(window["surprisal"] for window in windows) / counted
+    return found
+
+
 def _arm(run_dir: Path) -> dict:
     path = run_dir / "arm.json"  # written by bench/common/arm.py; another launcher writes none
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -172,5 +199,6 @@ def condense(run_dir: Path) -> dict:
             "bubble rate": rates["bubble_rate"], **{f"bubble {cause}": rates[cause] for cause in CAUSES},
             **{f"tokens {fate}": count for fate, count in balance.items()},
             "length P50": quantile(lengths, 0.5), "length P99": quantile(lengths, 0.99),
-            "tail ratio": tail_ratio(r["ended"] - r["started"] for r in responses)},
+            "tail ratio": tail_ratio(r["ended"] - r["started"] for r in responses),
+            **of_loop(read(str(run_dir), "events"), windows)},
     }

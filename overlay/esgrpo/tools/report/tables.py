@@ -131,8 +131,9 @@ def hook_states(reports: list[dict]) -> list[Table]:
 def run(record: Record) -> list[Table]:
     """Totals as rows, runs as columns; hook states by run."""
     found = record.data["runs"]
-    facts = next(iter(found.values()))["facts"]
-    rows = [["", *found], *[[name, *[number(one["facts"][name]) for one in found.values()]] for name in facts]]
+    names = dict.fromkeys(name for one in found.values() for name in one["facts"])
+    rows = [["", *found], *[[name, *[number(one["facts"][name]) if name in one["facts"] else DASH
+                                     for one in found.values()]] for name in names]]
     return [Table("Totals by run", rows)] + [Table(f"{table.title}: {name}", table.rows, True)
                                              for name, one in found.items() for table in hook_states(one["hooks"])]
 

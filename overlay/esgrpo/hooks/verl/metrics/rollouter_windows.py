@@ -18,23 +18,25 @@ HOOK = Hook(
 
 
 async def around(call):
-    from esgrpo.hooks.verl.metrics import decision_counts, prune_metrics
+    from esgrpo.hooks.verl.metrics import decision_counts, loop_events, prune_metrics
     from esgrpo.hooks.verl.metrics.routing_metrics import at_weight_version
     from esgrpo.hooks.verl.prompts import failed_prompts, in_flight
 
     rollouter = call.owner
+    history = loop_events.history_of(rollouter)
     timing = await call()
-    found = {**timing, **await metrics(rollouter, timing), **prune_metrics.take(rollouter),
+    event = loop_events.of_rollouter(rollouter, history, timing.get("fully_async/rollouter/step_generated_samples"))
+    found = {**timing, **await metrics(rollouter, timing, event), **prune_metrics.take(rollouter),
              **failed_prompts.next_version(rollouter), **in_flight.take_metrics(rollouter),
              **await at_weight_version(rollouter)}
     return {**found, **decision_counts.of_rollouter(rollouter)}
 
 
-async def metrics(rollouter, timing) -> dict[str, float]:
+async def metrics(rollouter, timing, event=None) -> dict[str, float]:
     from esgrpo import records
     from esgrpo.algo.accounting import bubble, sync_counts
     from esgrpo.algo.rows import EngineWindow
-    from esgrpo.hooks.verl.metrics import decision_counts
+    from esgrpo.hooks.verl.metrics import decision_counts, loop_events
     from esgrpo.hooks.verl.prompts import prompt_order
     from esgrpo.hooks.verl.server.calls_with_deadline import answers_if_any
     from esgrpo.hooks.verl.server.control_methods import methods
@@ -43,6 +45,7 @@ async def metrics(rollouter, timing) -> dict[str, float]:
     answers = await answers_if_any([call.remote() for call in methods(servers, "esgrpo_take_windows")], "take_windows",
                                    "esgrpo/bubble_rate lacks this version")
     windows = [window for answer in answers for window in answer]
+    loop_events.write_rollout(event, windows)
     paused = timing["fully_async/rollouter/version_time"] - timing["fully_async/rollouter/active_time"]
     rates = bubble(windows, paused)
     decision_counts.add_windows(windows)

@@ -26,13 +26,14 @@ _started = time.time()  # of the interval that the next batch's throughput is me
 
 
 def around(call):
-    from esgrpo.hooks.verl.metrics import decision_counts
+    from esgrpo.hooks.verl.metrics import decision_counts, loop_events
 
     result = call()
     batch = call.arguments["batch"]
     if "esgrpo" in batch.non_tensor_batch:
         rows = rows_of(batch)
         write(rows)
+        loop_events.note(rows)
         result.update({**metrics(rows), **decision_counts.of_trainer(rows)})
     return result
 

@@ -1,4 +1,6 @@
-"""A fully-async trainer that is told to stop saves a checkpoint at the next weight version and ends."""
+"""A fully-async trainer that is told to stop saves a checkpoint at the next weight version and ends.
+
+The end of a step is also where loop_events writes down what its time went to."""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ HOOK = Hook(
 
 
 def around(call):
+    from esgrpo import engine
+    from esgrpo.hooks.verl.metrics import loop_events
     from esgrpo.hooks.verl.run import stop_request
 
     trainer = call.owner
     result = call()
+    if "observe" in engine.active_features():
+        loop_events.of_trainer(trainer)
     # within a weight version the weights are ahead of the number that a checkpoint would carry
     if trainer.local_trigger_step == 1 and stop_request.asked():
         trainer._fit_save_checkpoint(force=True)

@@ -1,0 +1,115 @@
+"""What both sides of the fully async loop spend their time on, on verl's own classes; plain verl does not say."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from esgrpo import engine, records
+from esgrpo.call import wrapped
+from esgrpo.hooks.verl.metrics import loop_events, rollouter_windows
+from esgrpo.hooks.verl.run import stop_after_step, stop_request
+
+TRAINED = [{"tokens": 6, "pruned": False, "spans": [[1, 2], [2, 4]]}, {"tokens": 2, "pruned": False, "spans": [[0, 2]]},
+           {"tokens": 50, "pruned": True, "spans": [[0, 50]]}]
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv(records.ENV_RUN_DIR, str(tmp_path))
+    monkeypatch.setattr(engine, "active_features", lambda: {"observe"})
+    monkeypatch.setattr(stop_request, "asked", lambda: False)
+    return str(tmp_path)
+
+
+def trainer(code):
+    """verl's trainer at the end of a step."""
+    module = pytest.importorskip("verl.experimental.fully_async_policy.fully_async_trainer")
+    real = module.FullyAsyncTrainer.__ray_metadata__.modified_class
+    original = inspect.getattr_static(real, "_fit_postprocess_step")
+    made = object.__new__(type("Trainer", (real,), {
+        "_fit_postprocess_step": wrapped(code, original) if code else original}))
+    made.current_param_version, made.local_trigger_step, made.global_steps, made.required_samples = 3, 1, 7, 4
+    made.message_queue_client = SimpleNamespace(get_queue_size_sync=lambda: 0)
+    made.metrics_aggregator = SimpleNamespace(add_step_metrics=lambda **_: None)
+    made.progress_bar = SimpleNamespace(update=lambda _: None)
+    made.timing_raw = {"step": 10.0, "gen": 4.5, "old_log_prob": 1.0, "update_actor": 3.0, "timing_s/param_sync": 1.5}
+    made.metrics = {"fully_async/total_wait_time": 4.0, "actor/pg_loss": 0.25, "actor/grad_norm": float("nan"),
+                    "actor/entropy": 1.5}
+    return made
+
+
+@pytest.mark.hook("stop-after-step")
+def test_a_step_of_the_trainer_is_accounted_for(run_dir):
+    made = trainer(stop_after_step)
+    loop_events.note(TRAINED)
+    made._fit_postprocess_step()
+    made._fit_postprocess_step()
+    first, then = records.read(run_dir, "events")
+    assert first["spent"] == pytest.approx({"wait": 4.0, "sync": 1.5, "train": 4.0, "other": 0.5})
+    assert (first["side"], first["version"], first["groups"], first["tokens"]) == ("train", 3, 4, 8)
+    assert first["age"] == pytest.approx((1 * 2 + 0 * 4 + 2 * 2) / 8)  # trained under version 2
+    assert (first["loss"], first["grad_norm"], first["entropy"], first["kl"]) == (0.25, None, 1.5, None)
+    assert then["start"] == pytest.approx(first["start"] + first["seconds"])
+    assert then["tokens"] == 0 and then["age"] is None
+    for event in (first, then):
+        assert sum(event["spent"].values()) == pytest.approx(event["seconds"])
+
+
+def rollouter(code):
+    """verl's rollouter at a weight version: 10 s of which it had nothing in flight for 2."""
+    module = pytest.importorskip("verl.experimental.fully_async_policy.fully_async_rollouter")
+    real = module.FullyAsyncRollouter.__ray_metadata__.modified_class
+    original = inspect.getattr_static(real, "reset_staleness")
+    made = object.__new__(type("Rollouter", (real,), {
+        "reset_staleness": wrapped(code, original) if code else original}))
+    start = time.time() - 10.0
+    made._active_count_history = [(start, 0, 8), (start + 1, 4, 8), (start + 5, 0, 8), (start + 6, 8, 8)]
+    made.active_tasks, made.max_concurrent_samples, made.max_queue_size = {1, 2, 3}, 8, 24
+
+    async def queue_size():
+        return 5
+
+    made.message_queue_client = SimpleNamespace(get_queue_size=queue_size)
+    made.llm_server_manager = SimpleNamespace(get_replicas=list)
+    made.step_start_time = made.idle_start_time = start
+    made._step_generated_samples, made._completed_steps, made._step_samples_history = 6, 4, []
+    made._STEP_HISTORY_SIZE, made.paused = 10, True
+    return made
+
+
+def reset(made) -> dict:
+    async def run():
+        made.lock, made._resume_event = asyncio.Lock(), asyncio.Event()
+        return await made.reset_staleness()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.hook("rollouter-windows")
+def test_a_version_of_the_rollouter_is_accounted_for(run_dir):
+    timing = reset(rollouter(rollouter_windows))
+    event, = records.read(run_dir, "events")
+    assert timing["fully_async/rollouter/step_generated_samples"] == event["groups"] == 6
+    assert event["side"] == "rollout" and event["seconds"] == pytest.approx(10.0, abs=0.5)
+    assert event["spent"]["idle"] == pytest.approx(2.0)
+    assert sum(event["spent"].values()) == pytest.approx(event["seconds"])
+    assert event["in_flight"] * event["seconds"] == pytest.approx(4 * 4 + 8 * (event["seconds"] - 6))
+    assert (event["limit"], event["queue"], event["queue_limit"]) == (8, 5, 24)
+
+
+def test_plain_verl_writes_none_and_says_that_it_was_idle_all_the_time(run_dir):
+    """Negative control; and why its own idle ratio is not used."""
+    trainer(None)._fit_postprocess_step()
+    made = rollouter(None)
+    made.idle_start_time = made.step_start_time + 0.1  # one pause of a version counts, and all after it
+    assert reset(made)["fully_async/rollouter/idle_ratio"] > 0.9
+    assert records.read(run_dir, "events") == []
+
+
+def test_a_release_without_the_history_of_groups_in_flight_gets_no_event():
+    assert loop_events.of_rollouter(SimpleNamespace(), loop_events.history_of(SimpleNamespace()), 1) is None
