@@ -15,7 +15,7 @@ from esgrpo.hooks.verl.metrics import loop_events, rollouter_windows
 from esgrpo.hooks.verl.run import stop_after_step, stop_request
 
 TRAINED = [{"tokens": 6, "pruned": False, "spans": [[1, 2], [2, 4]]}, {"tokens": 2, "pruned": False, "spans": [[0, 2]]},
-           {"tokens": 50, "pruned": True, "spans": [[0, 50]]}]
+           {"tokens": 50, "pruned": True, "spans": [[0, 50]]}]  # under a rule that masks it
 
 
 @pytest.fixture
@@ -46,7 +46,8 @@ def trainer(code):
 @pytest.mark.hook("stop-after-step")
 def test_a_step_of_the_trainer_is_accounted_for(run_dir):
     made = trainer(stop_after_step)
-    loop_events.note(TRAINED)
+    now = time.time()
+    loop_events.note([{**row, "ended": now - 8.0 - 2 * index} for index, row in enumerate(TRAINED)])
     made._fit_postprocess_step()
     made._fit_postprocess_step()
     first, then = records.read(run_dir, "events")
@@ -54,8 +55,9 @@ def test_a_step_of_the_trainer_is_accounted_for(run_dir):
     assert (first["side"], first["version"], first["groups"], first["tokens"]) == ("train", 3, 4, 8)
     assert first["age"] == pytest.approx((1 * 2 + 0 * 4 + 2 * 2) / 8)  # trained under version 2
     assert (first["loss"], first["grad_norm"], first["entropy"], first["kl"]) == (0.25, None, 1.5, None)
+    assert first["queued_s"] == pytest.approx(3.0, abs=0.5)  # collected 4 s after the step began, 10 s ago
     assert then["start"] == pytest.approx(first["start"] + first["seconds"])
-    assert then["tokens"] == 0 and then["age"] is None
+    assert then["tokens"] == 0 and then["age"] is None and then["queued_s"] is None
     for event in (first, then):
         assert sum(event["spent"].values()) == pytest.approx(event["seconds"])
 

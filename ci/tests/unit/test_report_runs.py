@@ -80,7 +80,7 @@ def test_condensed_run(run_dir):
 def test_what_both_sides_of_the_loop_spent_their_time_on(run_dir):
     event = {"time": 120.0, "version": 1, "start": 100.0, "schema": 2}
     train = {**event, "side": "train", "seconds": 10.0, "spent": {"wait": 4.0, "train": 5.0, "other": 1.0}}
-    rows = [{**train, "tokens": 30, "age": 1.0},
+    rows = [{**train, "tokens": 30, "age": 1.0, "groups": 4, "queued_s": 2.5},
             {**train, "tokens": 10, "age": 3.0, "spent": {"wait": 0.0, "train": 10.0, "other": 0.0}},
             {**event, "side": "rollout", "seconds": 8.0, "spent": {"idle": 2.0, "busy": 6.0}, "in_flight": 4.0}]
     (run_dir / "esgrpo" / "events-1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -93,7 +93,7 @@ def test_what_both_sides_of_the_loop_spent_their_time_on(run_dir):
         "train: other, share of its time": 0.05, "rollout: idle, share of its time": 0.25,
         "rollout: busy, share of its time": 0.75}
     assert facts["groups in flight"] == 4.0 and facts["surprisal, nats a token"] == 0.5
-    assert facts["age of trained tokens, weight versions"] == 1.5
+    assert facts["age of trained tokens, weight versions"] == 1.5 and facts["wait in the queue, s"] == 2.5
 
 
 def test_requests_of_several_replicas_add_up(run_dir):

@@ -192,6 +192,12 @@ def mean_age(rows: Iterable[Mapping], version: int) -> float | None:
     return sum((version - made) * count for made, count in spans) / tokens if tokens else None
 
 
+def mean_wait(rows: Iterable[Mapping], until: float) -> float | None:
+    """Seconds from the end of a response until then, mean of the trained; at least 0, as clocks of nodes differ."""
+    waits = [max(0.0, until - row["ended"]) for row in rows if not row["pruned"]]
+    return sum(waits) / len(waits) if waits else None
+
+
 def batch_metrics(rows: Sequence[dict], seconds: float, devices: int) -> dict[str, float]:
     """What became of the rows of one training batch, `seconds` after the one before; at least one row.
 

@@ -307,6 +307,7 @@ class LoopEvent(Row):
     queue_limit: int | None = None
     tokens: int | None = None  # trained
     age: float | None = None  # weight versions between making a token and training on it, mean of trained tokens
+    queued_s: float | None = None  # between a response's end and its training, mean of trained responses
     loss: float | None = None
     grad_norm: float | None = None
     entropy: float | None = None

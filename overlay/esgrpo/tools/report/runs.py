@@ -162,6 +162,10 @@ def of_loop(events: Iterable[Mapping], windows: Iterable[Mapping]) -> dict[str, 
     if aged:
         found["age of trained tokens, weight versions"] = sum(event["age"] * event["tokens"] for event in aged) / sum(
             event["tokens"] for event in aged)
+    queued = [event for event in events if event["queued_s"] is not None and event["groups"]]
+    if queued:
+        found["wait in the queue, s"] = sum(event["queued_s"] * event["groups"] for event in queued) / sum(
+            event["groups"] for event in queued)
     windows = list(windows)
     counted = sum(window["surprisal_tokens"] for window in windows)
     if counted:

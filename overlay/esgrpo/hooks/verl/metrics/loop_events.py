@@ -68,7 +68,8 @@ def of_trainer(trainer) -> None:
     records.write(LoopEvent(
         side="train", version=trainer.current_param_version, start=start, seconds=now - start, spent=spent,
         groups=trainer.required_samples, tokens=sum(row["tokens"] for row in _trained if not row["pruned"]),
-        age=accounting.mean_age(_trained, trainer.current_param_version - synced), **found))
+        age=accounting.mean_age(_trained, trainer.current_param_version - synced),
+        queued_s=accounting.mean_wait(_trained, start + spent["wait"]), **found))
     _trained.clear()
 
 
