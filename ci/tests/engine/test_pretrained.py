@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from bench.pretrained import __main__ as make
-from bench.pretrained import families, reward, wheels
+from bench.pretrained import families, reward, supervise, wheels
 from bench.pretrained.families import FAMILIES
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
@@ -98,6 +98,22 @@ def test_the_tokenizer_has_a_token_for_each_digit_and_ends_with_its_own(made):
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True)
     assert chat.endswith("<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n")
     assert json.loads((made / "model" / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_demonstrations_are_right_answers_and_end(made, name):
+    import pandas as pd
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made / "model")
+    golds = [of["ground_truth"] for of in pd.read_parquet(made / "tasks" / name / "start.parquet")["reward_model"]]
+    shown = supervise.demonstrations(tokenizer, made / "tasks", name)
+    for (ids, start), gold in zip(shown, golds, strict=True):
+        assert tokenizer.decode(ids[:start]).endswith("<|im_start|>assistant\n")
+        response = tokenizer.decode(ids[start:])
+        assert response.endswith("</answer><|im_end|>") and response.count("<|im_end|>") == 1
+        assert reward.score(name, response, gold) == 1.0
+        assert start <= families.MAX_PROMPT_TOKENS and len(ids) - start <= families.MAX_RESPONSE_TOKENS
 
 
 def test_licences_and_origin_are_told(made):
