@@ -24,7 +24,6 @@ from bench.common.console import say
 from bench.pretrained import lora, worked
 from bench.pretrained.families import FAMILIES
 from bench.pretrained.model import origin
-from bench.testbed.train_model import collate, micro_batches
 from esgrpo import errors
 from esgrpo.errors import EsgrpoError
 
@@ -71,6 +70,8 @@ def batches(examples: dict[str, list[Example]], steps: int, size: int, seed: int
 def accumulate(model, batch: list[Example], pad: int, micro_tokens: int) -> float:
     """Add the gradient of the mean loss per response token of a batch; returns that loss, in nats."""
     import torch
+
+    from bench.testbed.train_model import collate, micro_batches
 
     base = model.get_base_model()
     device, total, loss_sum = base.device, sum(len(ids) - start for ids, start in batch), 0.0

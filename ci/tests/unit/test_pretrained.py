@@ -262,7 +262,7 @@ def test_rows_are_verls():
 
 @pytest.fixture
 def tiny():
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch, transformers, _ = map(pytest.importorskip, ("torch", "transformers", "peft"))
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -376,7 +376,7 @@ def test_the_numbers_of_a_family():
 
 
 def test_a_supervised_stage_wants_the_published_model(tmp_path, capsys):
-    pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     assert supervise.main(["--model", str(tmp_path), "--out", str(tmp_path / "d.safetensors")]) == 2
     assert FIVE_PARTS.fullmatch(capsys.readouterr().err.strip())
     (tmp_path / "esgrpo_origin.json").write_text('{"start": {"step": "1"}}')
