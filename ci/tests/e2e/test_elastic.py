@@ -49,9 +49,7 @@ def run(tmp_path_factory) -> Path:
         f"{SEGMENT}.elastic.enable=True", f"{SEGMENT}.elastic.min_length=16",
         f"{prune}.resolved.enable=True", f"{prune}.resolved.null_prob=1.0", f"{prune}.audit.min_candidates=5",
         f"{prune}.audit.max_false_rate=1.0", f"{prune}.audit.exempt_prob={EXEMPT}",
-        "algorithm.norm_adv_by_std_in_grpo=False",
-        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=pois", staleness=NEVER_WAIT, prompts=PROMPTS), run_dir,
+        f"{prune}.treatment=masked", "actor_rollout_ref.actor.policy_loss.loss_mode=pois", staleness=NEVER_WAIT, prompts=PROMPTS), run_dir,
         ROOT / "overlay")
     return run_dir
 
@@ -63,6 +61,7 @@ def test_its_hooks_are_in_place(run):
         (process, slug): "APPLIED" for process, slugs in EXPECTED.items() for slug in slugs}
     log = (run / "log.txt").read_text()
     assert "loss_scale_factor: null -> " in log and "pois.anchor: auto -> token" in log
+    assert "norm_adv_by_std_in_grpo: True -> False" in log and "loss_agg_mode: token-mean -> seq-mean-token-sum" in log
     assert states["rollouter", "tail-router"] == "NOT_NEEDED"
 
 
@@ -105,6 +104,7 @@ def test_weighted_rows_were_trained_and_pruned_ones_were_not(run):
     weighted = [row for row in read(str(run), "trained") if row["keep_probability"] < 1]
     assert weighted and all(row["pruned"] != row["exempted"] for row in weighted)
     assert not any(row["gradient"] for row in weighted if row["pruned"])
+    assert {row["treatment"] for row in weighted} == {"masked"} and {row["coin"] for row in weighted} == {EXEMPT}
 
 
 def test_foreseen_groups_were_replaced_and_never_trained(run):
