@@ -49,8 +49,8 @@ def run(tmp_path_factory) -> Path:
         f"{SEGMENT}.elastic.enable=True", f"{SEGMENT}.elastic.min_length=16",
         f"{prune}.resolved.enable=True", f"{prune}.resolved.null_prob=1.0", f"{prune}.audit.min_candidates=5",
         f"{prune}.audit.max_false_rate=1.0", f"{prune}.audit.exempt_prob={EXEMPT}",
-        f"{prune}.treatment=masked", "actor_rollout_ref.actor.policy_loss.loss_mode=pois", staleness=NEVER_WAIT, prompts=PROMPTS), run_dir,
-        ROOT / "overlay")
+        f"{prune}.treatment=masked", "actor_rollout_ref.actor.policy_loss.loss_mode=pois", staleness=NEVER_WAIT,
+        prompts=PROMPTS), run_dir, ROOT / "overlay")
     return run_dir
 
 
