@@ -97,16 +97,16 @@ def probabilities(shift: float) -> dict[str, float]:
 
 
 def survivors(shift: float, tokens: int) -> dict[str, float]:
-    """P(kind, and longer than so many tokens)."""
-    def longer(kind: str) -> float:
+    """P(kind, and at least so many tokens)."""
+    def reaches(kind: str) -> float:
         low, high = LENGTHS[kind]
-        return min(1.0, max(0.0, (high - max(tokens, low - 1)) / (high - low + 1)))
+        return max(0.0, (high - max(tokens, low) + 1) / (high - low + 1))
 
-    return {kind: chance * longer(kind) for kind, chance in probabilities(shift).items()}
+    return {kind: chance * reaches(kind) for kind, chance in probabilities(shift).items()}
 
 
 def head_gradient(shift: float, tokens: int) -> float:
-    """d log P(longer than so many tokens) / d parameter: all that a response says until then."""
+    """d log P(at least so many tokens) / d parameter: all that a response says until then."""
     running = survivors(shift, tokens)
     return running[PARAMETER] / sum(running.values()) - probabilities(shift)[PARAMETER]
 

@@ -266,3 +266,15 @@ def test_masked_rows_never_reach_a_weighted_gradient():
     tossed = agent_row(outcome="prune", rule="resolved", keep_probability=0.1, treatment="masked")
     mask_pruned([*loops, tossed])
     assert [bool(row.response_mask.any()) for row in (*loops, tossed)] == [True, True, False]
+
+
+def test_what_a_response_says_up_to_a_decision_sums_to_nothing():
+    """The score function of what is seen at a time has the mean 0 over all that may be seen, up to the last token."""
+    longest = max(high for _, high in estimator_bias.LENGTHS.values())
+    for shift in (-2.0, 0.0, 1.0):
+        for tokens in (5, 25, 50, 120, longest):
+            running = sum(estimator_bias.survivors(shift, tokens).values())
+            ended = sum((float(kind == estimator_bias.PARAMETER) - estimator_bias.probabilities(shift)[
+                estimator_bias.PARAMETER]) * (chance - estimator_bias.survivors(shift, tokens)[kind])
+                for kind, chance in estimator_bias.probabilities(shift).items())
+            assert ended + running * estimator_bias.head_gradient(shift, tokens) == pytest.approx(0.0, abs=1e-12)
