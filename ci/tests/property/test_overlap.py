@@ -183,14 +183,16 @@ def test_a_larger_bound_never_makes_a_version_longer_or_tokens_fresher(setting, 
     assert then.seconds <= now.seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("train", [1e-4, 5e-4], ids=["rollout is slower", "training is slower"])
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_adapts_within_three_versions_when_rollout_changes_its_speed_by_two(factor):
-    shifted = replace(RATES, decode=(RATES.decode[0] * factor, RATES.decode[1] * factor))
+def test_adapts_within_three_versions_when_rollout_changes_its_speed_by_two(factor, train):
+    before = replace(RATES, train=(1.0, train))
+    shifted = replace(before, decode=(before.decode[0] * factor, before.decode[1] * factor))
     told = controller()
     run(told, shifted, range(60))
     control = controller()
-    run(control, RATES, range(40))
-    run(control, shifted, range(40, 44))
+    run(control, before, range(40))
+    run(control, shifted, range(40, 43))
     reached = forecast(control.setting, shifted, LIMITS, AGE_SCALE).fresh
     assert reached >= 0.95 * forecast(told.setting, shifted, LIMITS, AGE_SCALE).fresh
 
