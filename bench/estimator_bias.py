@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import random
 import shlex
 import statistics
@@ -31,7 +30,7 @@ from pathlib import Path
 import torch
 
 from bench import estimator_gradients
-from bench.common.provenance import commit
+from bench.common.provenance import commit, cpu_model
 from bench.testbed.task import TASKS
 from esgrpo import config
 from esgrpo.algo.audit import Audit
@@ -337,13 +336,30 @@ def main(argv: list[str] | None = None) -> None:
             estimator_gradients.show(f"RECORDED, {task}, {rule}", rows)
     if options.json:
         command = shlex.join(["python", "-m", "bench.estimator_bias", *(sys.argv[1:] if argv is None else argv)])
-        result = {"command": command, "commit": commit(), "seeds": seeds, "device": f"{platform.machine()} CPU, one "
-                  "thread", "versions": {"torch": torch.__version__}, "seconds": round(time.monotonic() - started),
-                  "simulated": {"groups": options.groups, "size": SIZE, "penalty": options.penalty,
-                                "scenarios": found},
-                  "recorded": {"prompts": options.prompts, **estimator_gradients.FACTS, "tasks": recorded}}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.json, {"commands": [command], "commit": commit(), "seeds": seeds,
+                             "device": f"{cpu_model()}, one thread", "versions": {"torch": torch.__version__},
+                             "seconds": round(time.monotonic() - started),
+                             "simulated": {"groups": options.groups, "size": SIZE, "penalty": options.penalty,
+                                           "scenarios": found} if found else {},
+                             "recorded": {"prompts": options.prompts, **estimator_gradients.FACTS,
+                                          "tasks": recorded} if recorded else {}})
+
+
+SAME = ("commit", "seeds", "device", "versions")  # of parts that stand in one file
+
+
+def write(path: Path, result: dict) -> None:
+    """Also beside the other parts of the same code and machine, which may be measured one after another."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if before and all(before.get(key) == result[key] for key in SAME):
+        result["commands"] = before["commands"] + result["commands"]
+        result["seconds"] += before["seconds"]
+        for part, name in (("simulated", "scenarios"), ("recorded", "tasks")):
+            old, new = before[part], result[part]
+            together = {**old.get(name, {}), **new.get(name, {})}
+            result[part] = {**old, **new, name: together} if together else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

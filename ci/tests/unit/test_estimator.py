@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -278,3 +279,17 @@ def test_what_a_response_says_up_to_a_decision_sums_to_nothing():
                 estimator_bias.PARAMETER]) * (chance - estimator_bias.survivors(shift, tokens)[kind])
                 for kind, chance in estimator_bias.probabilities(shift).items())
             assert ended + running * estimator_bias.head_gradient(shift, tokens) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_parts_of_a_record_are_measured_one_after_another(tmp_path):
+    path = tmp_path / "record.json"
+    same = {"commit": "a", "seeds": [1], "device": "d", "versions": {}, "seconds": 2}
+    parts = [{**same, "commands": ["one"], "simulated": {"groups": 3, "scenarios": {"s": 1}}, "recorded": {}},
+             {**same, "commands": ["two"], "simulated": {}, "recorded": {"prompts": 4, "tasks": {"t": 2}}}]
+    for part in parts:
+        estimator_bias.write(path, dict(part))
+    found = json.loads(path.read_text())
+    assert found["commands"] == ["one", "two"] and found["seconds"] == 4
+    assert (found["simulated"]["scenarios"], found["recorded"]["tasks"]) == ({"s": 1}, {"t": 2})
+    estimator_bias.write(path, {**parts[1], "commit": "b"})  # of other code: the old parts go
+    assert json.loads(path.read_text())["simulated"] == {}
