@@ -33,12 +33,12 @@ COIN, WARM_UP, CAP, TOO_FEW = "coin", "warm-up", "cap", "too-few"
 SAMPLED = (COIN, WARM_UP)  # an exemption by cap selects late candidates: its outcome is not representative
 
 
-def wilson_lower(events: int, trials: int) -> float:
+def wilson_lower(events: float, trials: float, z: float = Z_95) -> float:
     """Lower end of the Wilson score interval of a rate; 0 without trials."""
-    return max(0.0, 1.0 - wilson_upper(trials - events, trials))
+    return max(0.0, 1.0 - wilson_upper(trials - events, trials, z))
 
 
-def wilson_upper(events: int, trials: int, z: float = Z_95) -> float:
+def wilson_upper(events: float, trials: float, z: float = Z_95) -> float:
     """Upper end of the Wilson score interval of a rate (E. B. Wilson, 1927); 1 without trials."""
     if trials == 0:
         return 1.0

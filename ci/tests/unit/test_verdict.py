@@ -1,0 +1,289 @@
+"""Early verdicts: what a look sees, what the model learns of it, when the gate is open, and the recorded groups."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import verdict as bench
+from bench.common import recorded_groups
+from esgrpo.algo.verdict import CUT, WATCH, Gate, Lessons, Outcome, Settings, Verdicts
+from esgrpo.algo.verdict_features import FEATURES, LARGEST, READ_TOKENS, Look, Siblings, Sketches, vector
+from esgrpo.algo.verdict_model import Logistic, Sums
+
+SIZE = len(FEATURES)
+OPEN = Settings(min_outcomes=0, min_candidates=0, max_false_rate=1.0)
+number = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def a_look(tokens: int = 100, surprisal: float = 0.1) -> Look:
+    return Look(tokens, surprisal, surprisal, 1.0, 1.0, 0.0, 0.0)
+
+
+# Features
+
+@given(number, number, number, number, number, number, st.lists(number, max_size=4), st.integers(0, 4))
+def test_features_are_finite_whatever_comes(surprisal, recent, distinct, novel, shared, recently, others, right):
+    row = vector(Look(7, surprisal, recent, distinct, novel, shared, recently), Siblings(8, others, [3] * 4, right))
+    assert len(row) == SIZE and all(math.isfinite(value) and abs(value) <= LARGEST for value in row)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=READ_TOKENS), min_size=2, max_size=5))
+def test_a_look_counts_what_sets_would(windows):
+    """Two members read the same windows, one by one; the counts are those of plain sets."""
+    sketches, seen, read, earlier = Sketches(), set(), 0, 0
+    for turn, window in enumerate(windows):
+        grams = {tuple(window[at:at + 4]) for at in range(len(window) - 3)}
+        looks = [sketches.look(key, 10, window, -1.0, -1.0, 10) for key in "ab"]
+        new = len(grams - seen)
+        seen |= grams
+        read += max(0, len(window) - 3)
+        for look in looks:
+            assert look.distinct == (len(seen) / read if read else 1.0)
+            assert look.novel == (new / max(1, len(window) - 3) if len(window) > 3 else 1.0)
+            # "b" came as far as "a" only after a's look: what they share is asked one look later
+            assert look.shared == (1.0 if turn and earlier else 0.0)
+        earlier = len(seen)
+
+
+def test_a_member_alone_shares_nothing():
+    sketches = Sketches()
+    looks = [sketches.look(0, 8, [1, 2, 3, 4, 5, 6, 7, 8], -1.0, -1.0, 8) for _ in range(3)]
+    assert [look.shared for look in looks] == [0.0] * 3 and [look.novel for look in looks] == [1.0, 0.0, 0.0]
+
+
+# Model
+
+def outcomes(seed: int, count: int, truth=(0.5, -1.0, 2.0)):
+    rng = random.Random(seed)
+    for _ in range(count):
+        x = (1.0, rng.gauss(0, 1), rng.gauss(0, 1))
+        chance = 1 / (1 + math.exp(-sum(a * b for a, b in zip(truth, x, strict=True))))
+        yield x, rng.random() < chance
+
+
+def test_the_model_learns_what_is_there():
+    model = Logistic((0, 1, 2))
+    for part in range(20):
+        for x, correct in outcomes(part, 200):
+            model.learn(x, correct)
+        model.update(model.take())
+    assert model.weights == pytest.approx([0.5, -1.0, 2.0], abs=0.25)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.permutations(range(30)), st.integers(1, 5))
+def test_it_matters_not_who_saw_what_in_which_order(order, workers):
+    rows = list(outcomes(0, 30))
+
+    def learned(order, workers):
+        copies = [Logistic((0, 1, 2)) for _ in range(workers)]
+        for place, index in enumerate(order):
+            copies[place % workers].learn(*rows[index], weight=1 + index % 3)
+        total = Sums.empty(3)
+        for copy in reversed(copies):
+            total.add(copy.take())
+        for copy in copies:
+            copy.update(total)
+        assert len({tuple(copy.weights) for copy in copies}) == 1
+        return copies[0].weights
+
+    assert learned(order, workers) == pytest.approx(learned(range(30), 1), abs=1e-9)
+
+
+def test_a_rare_outcome_counts_as_many_as_it_stands_for():
+    once, often = Logistic((0,)), Logistic((0,))
+    once.learn((1.0,), True, 10.0)
+    for _ in range(10):
+        often.learn((1.0,), True)
+    assert once.take().gradient == pytest.approx(often.take().gradient)
+
+
+@pytest.mark.parametrize("state", [None, [], [[0.0], []], [[0.0] * 3, [float("nan")] * 6], [["a"] * 3, [0.0] * 6],
+                                   [[0.0] * 3, [-1.0] * 6]])
+def test_damaged_weights_are_refused(state):
+    with pytest.raises(ValueError):
+        Logistic((0, 1, 2)).restore(state)
+
+
+# Gate
+
+def right_gate(**changes) -> Gate:
+    gate = Gate(Settings(**changes))
+    for index in range(1000):
+        wrong = index % 2 == 0
+        gate.learn(Outcome(100, not wrong, 1.0, True if wrong else None, 0.1))
+    return gate
+
+
+def test_the_gate_opens_where_the_score_knows():
+    assert right_gate().why_shut() == ""
+
+
+@pytest.mark.parametrize(("spoil", "why"), [
+    (lambda gate: setattr(gate, "outcomes", 499), "too few outcomes"),
+    (lambda gate: gate.falses.extend([True] * 5), "false cuts"),
+    (lambda gate: gate.falses.clear(), "false cuts"),
+    (lambda gate: setattr(gate, "evidence", 2.9), "no better than length"),
+    (lambda gate: gate.lost.extend([(100, 1.0, True)] * 50), "correct responses lost"),
+    # 15 of 500 are few, but they are the longest
+    (lambda gate: gate.lost.extend([(9999, 1.0, True)] * 15), "correct responses lost"),
+])
+def test_any_of_four_conditions_shuts_it(spoil, why):
+    gate = right_gate()
+    spoil(gate)
+    assert gate.why_shut() == why
+
+
+def test_a_low_base_rate_permits_no_more():
+    """6 % of the responses are right and all are candidates: few cuts would be false, and all lessons lost."""
+    gate = Gate(Settings())
+    for index in range(1000):
+        gate.learn(Outcome(100, index % 16 == 0, 1.0, True, 0.1))
+    assert gate.false_bound() < gate.settings.max_false_rate and gate.why_shut() == "correct responses lost"
+
+
+# The rule
+
+def rule(settings_: Settings = OPEN, seed: int = 0, **gate) -> Verdicts:
+    made = Verdicts(settings_, random.Random(seed))
+    made.model.weights[0] = -3.0  # everybody is a candidate
+    made.open = gate.get("open", True)
+    return made
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), st.lists(st.sets(st.integers(0, 11)), max_size=12), st.integers(0, 99), st.booleans())
+def test_at_most_half_of_a_group_is_cut_and_nobody_is_decided_twice(size, boundaries, seed, is_open):
+    verdicts, decided = rule(seed=seed, open=is_open), {}
+    verdicts.watch("g", size)
+    for boundary in boundaries:
+        running = {member: a_look() for member in boundary
+                   if member < size and not (member in decided and decided[member].what == CUT)}
+        new = verdicts.look("g", running)
+        assert not set(new) & set(decided)
+        decided |= new
+    cut = [decision for decision in decided.values() if decision.what == CUT]
+    assert len(cut) <= size / 2 and (is_open or not cut)
+    assert all(0 < decision.keep_probability <= 1 for decision in decided.values())
+    assert all(decision.keep_probability == 1 for decision in decided.values() if decision.what == WATCH)
+
+
+def test_loops_that_were_cut_count_towards_the_half():
+    verdicts = rule()
+    verdicts.watch("g", 2)
+    verdicts.removed("g", 0, cut=True)
+    assert verdicts.look("g", {1: a_look()})[1].what == WATCH
+
+
+def test_nobody_tells_how_a_cut_response_would_have_ended():
+    verdicts = rule(Settings(audit=1e-9))
+    verdicts.watch("g", 2)
+    assert verdicts.look("g", {0: a_look()})[0].what == CUT
+    with pytest.raises(ValueError):
+        verdicts.ended("g", 0, 100, True)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10_000), st.sampled_from([0.03, 0.06, 0.2, 0.5, 0.8, 0.95]))
+def test_the_gate_stays_shut_where_nothing_can_be_known(seed, base):
+    rng = random.Random(seed)
+    verdicts = Verdicts(Settings(), rng)
+    for group in range(150):
+        verdicts.watch(str(group), 8)
+        for member in range(8):
+            look = Look(rng.randrange(20, 500), rng.random(), rng.random(), rng.random(), rng.random(), rng.random(),
+                        rng.random())
+            assert all(decision.what == WATCH for decision in verdicts.look(str(group), {member: look}).values())
+            verdicts.ended(str(group), member, look.tokens, rng.random() < base)
+        verdicts.close(str(group))
+        if group % 16 == 15:
+            verdicts.update(verdicts.take())
+            assert not verdicts.open
+
+
+def learned_rule() -> Verdicts:
+    verdicts = rule(Settings(), open=False)
+    for group in range(20):
+        verdicts.watch(str(group), 2)
+        for member in range(2):
+            verdicts.look(str(group), {member: a_look(100 + group, 0.1 * (1 + member))})
+            verdicts.ended(str(group), member, 100 + group, bool(member))
+    return verdicts
+
+
+def test_lessons_and_state_travel_as_json():
+    verdicts = learned_rule()
+    lessons = verdicts.take()
+    assert Lessons.from_plain(json.loads(json.dumps(lessons.to_plain()))) == lessons
+    verdicts.update(lessons)
+    restored = Verdicts(Settings(), random.Random(0))
+    restored.restore(json.loads(json.dumps(verdicts.to_state())))
+    assert restored.to_state() == verdicts.to_state() and restored.open == verdicts.open
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda state: state.pop("gate"), lambda state: state.update(model=[[1.0], []]),
+    lambda state: state["gate"].update(evidence=math.nan), lambda state: state["gate"].update(lost=[[1, 0.0, True]]),
+    lambda state: state["settings"].update(cut_below=0.5), lambda state: state.update(state_version=0),
+])
+def test_a_damaged_state_changes_nothing(spoil):
+    verdicts = learned_rule()
+    verdicts.update(verdicts.take())
+    before, state = verdicts.to_state(), json.loads(json.dumps(verdicts.to_state()))
+    spoil(state)
+    with pytest.raises(ValueError):
+        verdicts.restore(state)
+    assert verdicts.to_state() == before
+
+
+# The recorded groups
+
+@pytest.fixture(scope="module")
+def records():
+    return {name: bench.load(bench.RESULTS / f"groups_{name}.json.gz") for name in ("search", "learning")}
+
+
+def replayed(record, shuffled: bool = False, seed: int = 0, columns=bench.ARMS["learned"]) -> dict:
+    cap, groups = record
+    return bench.Replay(groups, columns, seed, bench.fixed(cap), Settings(), shuffled).run().result()
+
+
+def test_recorded_search_saves_what_loops_alone_do_not(records):
+    ours, loops = replayed(records["search"]), replayed(records["search"], columns=None)
+    assert ours["tokens_saved"] > 2 * loops["tokens_saved"] and ours["makespan_saved"] > 2 * loops["makespan_saved"]
+    assert ours["false_rate"] <= bench.ALLOWED_FALSE and ours["correct_lost"] <= Settings().max_correct_lost
+    assert max(ours["correct_lost_by_length"]) <= Settings().max_lost_of_length
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_false_cuts_stay_below_twice_the_bar_while_the_policy_learns(records, seed):
+    ours = replayed(records["learning"], seed=seed)
+    assert ours["cut_by_verdict"] and ours["worst_window"] < 2 * Settings().max_false_rate
+
+
+@pytest.mark.parametrize("name", ["search", "learning"])
+def test_recorded_groups_with_shuffled_outcomes_keep_the_gate_shut(records, name):
+    ours = replayed(records[name], shuffled=True)
+    assert ours["open"] == 0 and ours["cut_by_verdict"] == 0
+
+
+def test_what_is_written_is_read(tmp_path):
+    row = recorded_groups.response([1, 2], [-0.123, -1e9], True)
+    assert row == {"tokens": [1, 2], "surprisal": [12, recorded_groups.LARGEST], "correct": True}
+    path = tmp_path / "groups_x.json.gz"
+    recorded_groups.write(path, {"cap": 2}, [{"version": 0, "responses": [row]}])
+    assert recorded_groups.read(path)["groups"][0]["responses"] == [row]
+    recorded_groups.write(path, {}, [])
+    with pytest.raises(ValueError):
+        recorded_groups.read(path)
+
+
+def test_a_task_that_is_not_recorded_is_said_in_one_line(capsys):
+    assert bench.main(["--task", "none"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
