@@ -91,6 +91,11 @@ def train_rate(case: Case) -> float:
     return REPLICAS * SEQUENCES / full.step(SEQUENCES) / case.ratio
 
 
+def begun_at_most(setting: Setting) -> int:
+    """Groups of a version, those in process at its start counted."""
+    return int(setting.trigger * (1 + setting.staleness) + 1e-6)
+
+
 class Roles:
     """The trainer's device is lent by verl 0.9.1's `default` rules: taken back when `share` of a version is collected;
     the share grows by the part of a version that was waited for (2 to 10 %) and shrinks by 2 % without waits; lent only
@@ -139,7 +144,7 @@ class Loop:
         self.queue: deque[int] = deque()
         self.begun = self.steps = self.synced = self.trained = 0
         self.busy_until, self.doing, self.batch = NEVER, "wait", []
-        self.wait_from, self.pending = 0.0, 0
+        self.wait_from, self.pending, self.room = 0.0, 0, True  # room: another group may be begun
         self.fresh = self.tokens = 0.0
         self.changes: list[Change] = []
         self.mark = 0.0
@@ -155,7 +160,8 @@ class Loop:
                     from_s, from_fresh = self.now, self.fresh
                 if self.case.shift != 1:
                     self._slow()
-            self._begin()
+            if self.room:
+                self._begin()
             self._collect()
             place = min(range(len(self.replicas)), key=self.events.__getitem__)
             then = min(self.events[place], self.busy_until)
@@ -199,9 +205,8 @@ class Loop:
         return place
 
     def _begin(self) -> None:
-        setting, dirty = self.setting, set()
-        bound = int(setting.trigger * (1 + setting.staleness) + 1e-6)
-        while len(self.missing) < min(setting.concurrency, bound) and self.begun < bound:
+        dirty, bound = set(), begun_at_most(self.setting)
+        while len(self.missing) < self.setting.concurrency and self.begun < bound:
             group = next(self.source)
             self.begun += 1
             self.missing[group.index], self.spans[group.index] = MEMBERS, {}
@@ -209,6 +214,7 @@ class Loop:
                 self.told[sample.key] = 0
                 dirty.add(self._submit(sample, 0))
         self._look(dirty)
+        self.room = False
 
     def _fire(self, place: int) -> None:
         replica = self.replicas[place]
@@ -222,6 +228,7 @@ class Loop:
             self.missing[sample.group] -= 1
             if not self.missing[sample.group]:
                 del self.missing[sample.group]
+                self.room = True
                 self.queue.append(sample.group)
                 self.roles.generated += 1
                 self.finished += 1
@@ -327,7 +334,7 @@ class Loop:
                 self.setting = change.after
         self.roles.adapt(version_groups)
         self._window()
-        self.begun = len(self.missing) + len(self.queue)
+        self.begun, self.room = len(self.missing) + len(self.queue), True
         self.doing, self.wait_from = "wait", None
 
     def _window(self) -> None:
@@ -337,6 +344,7 @@ class Loop:
 
 
 def fixed(case: Case, setting: Setting, found: dict[Setting, float]) -> float:
+    setting = replace(setting, concurrency=min(setting.concurrency, begun_at_most(setting)))  # more changes nothing
     if setting not in found:
         found[setting] = Loop(case, setting).run()
     return found[setting]
