@@ -27,6 +27,7 @@ import heapq
 import itertools
 import json
 import random
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ try:
 except ImportError:  # not installed: this command needs the repository and Python only
     sys.path.insert(0, str(ROOT / "overlay"))
 
+from bench.common.provenance import commit  # noqa: E402
 from bench.common.recorded_groups import NATS, read  # noqa: E402
 from esgrpo.algo.calibration import ranks  # noqa: E402
 from esgrpo.algo.elastic import ideal_length  # noqa: E402
@@ -380,8 +382,10 @@ def main(argv: list[str] | None = None) -> int:
               "bench/results | nothing can be played | python -m bench.testbed.record_groups", file=sys.stderr)
         return 1
     chosen = {name: path for name, path in paths.items() if not options.task or name in options.task}
+    command = ["python", "-m", "bench.verdict", *(sys.argv[1:] if argv is None else argv)]
+    facts = {"command": shlex.join(command), "commit": commit(), "seed": options.seed}
     if options.segments:
-        print(json.dumps({"caps": {name: segments(path, options.seed) for name, path in chosen.items()}}))
+        print(json.dumps({**facts, "caps": {name: segments(path, options.seed) for name, path in chosen.items()}}))
         return 0
     began = time.time()
     tasks = {name: task_result(path, options.seed, options.shuffled) for name, path in chosen.items()}
@@ -391,7 +395,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         missed = acceptance(tasks)
     if options.json:
-        print(json.dumps({"tasks": tasks, "look_microseconds": look_cost(next(iter(chosen.values()))),
+        print(json.dumps({**facts, "tasks": tasks, "look_microseconds": look_cost(next(iter(chosen.values()))),
                           "missed": missed, "seconds": round(time.time() - began, 1)}))
     else:
         print_table(tasks)

@@ -32,6 +32,7 @@ from esgrpo.algo.verdict_model import Logistic, Sums, log_loss
 OPENS_AT = 20.0  # likelihood ratio against length alone
 EVIDENCE_WINDOW = 500.0  # responses after which an old ratio counts 1/e
 DECILES = 10
+Z_DECILE = 2.14  # z of 1 (16 % on one side) over ten tenths at once (Bonferroni): one outcome in a tenth proves nothing
 LOST_WINDOW = 500  # correct responses that their lost share is estimated from
 CUT, AUDIT, WATCH = "cut", "audit", "watch"  # what becomes of a candidate: WATCH lets it go on, whatever the coin says
 STATE_VERSION = 1
@@ -122,15 +123,16 @@ class Gate:
         """
         rows = sorted(self.lost)
         tenths = [rows[len(rows) * i // DECILES:len(rows) * (i + 1) // DECILES] for i in range(DECILES)]
-        return [self._at_least(part) for part in (rows, *tenths)]
+        return [self._at_least(rows, self.settings.z), *(self._at_least(tenth, Z_DECILE) for tenth in tenths)]
 
-    def _at_least(self, rows: Sequence[tuple[int, float, bool]]) -> float:
+    @staticmethod
+    def _at_least(rows: Sequence[tuple[int, float, bool]], z: float) -> float:
         total = sum(weight for _, weight, _ in rows)
         if not total:
             return 0.0
         share = sum(weight for _, weight, candidate in rows if candidate) / total
         effective = total * total / sum(weight * weight for _, weight, _ in rows)
-        return wilson_lower(share * effective, effective, self.settings.z)
+        return wilson_lower(share * effective, effective, z)
 
     def why_shut(self) -> str:
         """Empty while it is open, else the first condition that fails."""

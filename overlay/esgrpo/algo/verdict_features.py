@@ -66,10 +66,8 @@ class Sketches:
         sketch = self._sketches.get(key)
         if sketch is None:
             sketch = self._sketches[key] = Sketch(1 << len(self._sketches))
-        owners, bit, last, again, new = self._owners, sketch.bit, sketch.last, 0, []
-        for gram in last:
-            if owners[gram] != bit:
-                again += 1
+        owners, bit, last, new = self._owners, sketch.bit, sketch.last, []
+        again = len(last) - list(map(owners.__getitem__, last)).count(bit)
         for gram in zip(newest, newest[1:], newest[2:], newest[3:], strict=False):
             held = owners.get(gram, 0)
             if not held & bit:
