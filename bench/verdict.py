@@ -11,8 +11,8 @@ the bench, which counts:
     tokens_saved    share of all recorded tokens that were not decoded, from the first one on: warm-up included
     false_rate      share of the cuts whose response would have ended correct
     correct_lost    share of the correct responses that were cut; correct_lost_by_length: in each tenth of lengths
-    auc             of the probabilities at all looks in the later half of the groups, while nothing is cut; none without
-                    a score, or with shuffled outcomes
+    auc             of the probabilities at all looks in the later half of the groups, while nothing is cut; none
+                    without a score, or with shuffled outcomes
     makespan_saved  share of the sum over groups of the longest member's tokens
 
 Arms: `learned` is the rule, `loop_rule` no verdicts, `length` and `siblings` the same rule whose model sees nothing
@@ -362,8 +362,9 @@ def print_table(tasks: dict) -> None:
     print(f"{'':23}{'tokens':>8}{'false':>8}{'correct':>9}{'auc':>7}{'makespan':>10}  later half: tokens, false")
     for task, arms in tasks.items():
         for arm, row in arms.items():
+            score = "-" if row["auc"] is None else f"{row['auc']:.2f}"
             print(f"{task:12}{arm:11}{row['tokens_saved']:8.3f}{row['false_rate']:8.3f}{row['correct_lost']:9.3f}"
-                  f"{'-' if row['auc'] is None else format(row['auc'], '.2f'):>7}{row['makespan_saved']:10.3f}{row['later']['tokens_saved']:14.3f}"
+                  f"{score:>7}{row['makespan_saved']:10.3f}{row['later']['tokens_saved']:14.3f}"
                   f"{row['later']['false_rate']:8.3f}")
 
 
