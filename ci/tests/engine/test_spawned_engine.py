@@ -175,6 +175,9 @@ def test_windows_count_every_token(played):
     for position, window in enumerate(windows):
         assert window["tokens"] == sum(s[position][1] for s in spans)
     assert sum(window["tokens"] for window in windows) == 3 * 96
+    logprobs = [value for answer in played("quiet")["versions"]["answers"].values() for value in answer["logprobs"]]
+    assert sum(window["surprisal_tokens"] for window in windows) == len(logprobs)
+    assert sum(window["surprisal"] for window in windows) == pytest.approx(-sum(logprobs), rel=1e-5)
 
 
 @pytest.mark.parametrize("scenario", ["quiet", "prune"])
