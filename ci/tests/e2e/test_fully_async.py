@@ -5,6 +5,7 @@ Three starts: one runs to its end, one has a reward that raises, one loses its e
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -125,6 +126,25 @@ def test_every_token_is_accounted_for(run):
         assert all(row["started"] - 1 <= since <= until <= row["ended"] for _, since, until, _ in row["places"])
     assert {replica for row in responses for replica, *_ in row["places"]} - {""} == {"0"} == {
         window["replica"] for window in windows}
+
+
+def test_both_sides_account_for_their_time(run):
+    events = read(str(run), "events")
+    for side, parts in (("train", {"wait", "sync", "train", "other"}), ("rollout", {"idle", "busy"})):
+        mine = [event for event in events if event["side"] == side]
+        assert len(mine) >= 3, side
+        for event, then in itertools.pairwise(mine):
+            assert set(event["spent"]) == parts and min(event["spent"].values()) >= 0
+            assert sum(event["spent"].values()) == pytest.approx(event["seconds"])
+            gap = then["start"] - event["start"] - event["seconds"]
+            assert abs(gap) < 0.02 * max(1.0, then["seconds"]), "time between two events is nobody's"
+    steps = [event for event in events if event["side"] == "train"]
+    assert sum(event["spent"]["train"] for event in steps) > 0 and sum(event["spent"]["wait"] for event in steps) > 0
+    trained = [row for row in read(str(run), "trained") if not row["pruned"]]
+    assert sum(event["tokens"] for event in steps) == sum(row["tokens"] for row in trained)
+    assert all(event["age"] >= 0 for event in steps if event["age"] is not None)
+    assert all(event["grad_norm"] is not None and event["loss"] is not None for event in steps)
+    assert all(event["in_flight"] >= 0 and event["queue"] >= 0 for event in events if event["side"] == "rollout")
 
 
 def _tokens_after(windows, responses) -> int:
