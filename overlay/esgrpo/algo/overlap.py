@@ -46,7 +46,7 @@ from dataclasses import dataclass, field
 STEP = 1.5  # factor by which concurrency and what is in process move in one version at most
 DEAD_BAND = 0.02  # relative gain in J below which nothing moves
 SHARES = (-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0)  # of such a move, tried in every version
-ONSET = 2 / 3  # a little in process already hides much of the training: fitted to 144 simulated settings
+ONSET = 2 / 3  # a little in process hides much of the training; of six forms of o tried on 300 simulated settings
 ROUNDS = 3  # in which f and q settle
 FORGET = 0.8  # weight of a version against the next one, in the lines
 MEMORY = 12  # versions in a line
