@@ -23,6 +23,7 @@ EVERYTHING = [*BASE, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
               "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", f"{LOSS}=pois",
               *[f"{SEGMENT}.{setting}" for setting in ("profile=elastic", "segment_length=64", "boundary=yield",
                                                        "elastic.enable=True", "prune.resolved.enable=True",
+                                                       "prune.treatment=masked",
                                                        "dmmpt.enable=True", "routing.tail_share=0.5")]]
 # slug -> why no strict run on this stack asks for it
 NOT_ASKED = {
