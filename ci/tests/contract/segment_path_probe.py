@@ -140,7 +140,8 @@ def loops(segment=None, lengths=(6, 40, 40, 10)):
     return Scene(scripts, {"enable": True, "segment_length": 4, **(segment or {})})
 
 
-REPETITION = {"prune": {"repetition": {"enable": True, "max_pattern_size": 2, "min_span": 6, "check_interval": 4}}}
+REPETITION = {"prune": {"treatment": "masked", "repetition": {"enable": True, "max_pattern_size": 2, "min_span": 6,
+                                                              "check_interval": 4}}}
 
 
 async def to_the_end(segment):
