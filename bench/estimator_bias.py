@@ -9,7 +9,7 @@ The real GroupPruner decides at every ending, with the coin; what it prunes is n
 decision say of the kind is exact: that the response is longer than so. Unbiased: mean difference within three standard
 errors of 0. The controls must be off by more.
 
-Recorded (bench.estimator_gradients): responses of the testbed's model to its tasks, with the gradient of each.
+Recorded (bench.common.estimator_gradients): responses of the testbed's model to its tasks, with the gradient of each.
 
 Information per token is 1 / (variance x tokens), that of full rollouts being 1. It says nothing of bias.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from bench import estimator_gradients
+from bench.common import estimator_gradients
 from bench.common.provenance import commit, cpu_model
 from bench.testbed.task import TASKS
 from esgrpo import config

@@ -76,12 +76,16 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
     }
 
 
-def add_equal_samples(found: dict[str, dict[int, dict]], curves: dict[str, dict[int, dict]]) -> None:
-    """Adds to the measures of every run its held-out reward after as many samples as all arms of its seed had."""
+def with_equal_samples(found: dict[str, dict[int, dict]],
+                       curves: dict[str, dict[int, dict]]) -> dict[str, dict[int, dict]]:
+    """The measures, each run's with its held-out reward after as many samples as all arms of its seed had."""
+    rewards = {}
     for seed in {seed for seeds in curves.values() for seed in seeds}:
         points = {name: seeds[seed].get("by_samples", []) for name, seeds in curves.items() if seed in seeds}
-        for name, reward in compare.at_equal_samples(points).items():
-            found[name][seed]["held-out reward, equal samples"] = reward
+        rewards |= {(name, seed): reward for name, reward in compare.at_equal_samples(points).items()}
+    return {name: {seed: measures | ({"held-out reward, equal samples": rewards[name, seed]}
+                                     if (name, seed) in rewards else {})
+                   for seed, measures in seeds.items()} for name, seeds in found.items()}
 
 
 def table(found: dict[str, dict[int, dict]]) -> list[list[str]]:
@@ -182,7 +186,7 @@ def trainers(options) -> int:
 
 
 def report(found, curves, failed: list[str], options, arms: dict[str, list[str]] = ARMS) -> int:
-    add_equal_samples(found, curves)
+    found = with_equal_samples(found, curves)
     rows = table({name: seeds for name, seeds in found.items() if seeds})
     notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",

@@ -171,7 +171,7 @@ def test_equal_samples_are_those_of_the_slowest_arm():
     curves = {"plain": {1: {"by_samples": [[0, 0.2], [100, 0.4]]}, 2: {"by_samples": [[0, 0.2], [50, 0.3]]}},
               "overlay": {1: {"by_samples": [[0, 0.2], [80, 0.6], [240, 0.8]]}}}
     found = {name: {seed: {} for seed in seeds} for name, seeds in curves.items()}
-    training.add_equal_samples(found, curves)
+    found = training.with_equal_samples(found, curves)
     at = "held-out reward, equal samples"
     assert found["plain"][1][at] == 0.4 and found["overlay"][1][at] == pytest.approx(0.6 + 0.2 * 20 / 160)
     assert found["plain"][2][at] == 0.3

@@ -1,4 +1,4 @@
-"""bench.estimator_gradients: the arithmetic of its table, on made-up responses with made-up gradients."""
+"""bench.common.estimator_gradients: the arithmetic of its table, on made-up responses with made-up gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from bench import estimator_gradients as bench
+from bench.common import estimator_gradients as bench
 from esgrpo.algo.terms import Treatment
 
 torch.set_num_threads(1)

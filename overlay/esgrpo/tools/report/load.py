@@ -76,6 +76,10 @@ def _kind(data: dict) -> str:
         return "start-up"
     if has("scenarios", "penalty"):
         return "estimator bias"
+    if has("tasks", "projected", "draws"):
+        return "treatments"
+    if has("families", "samples", "cap"):
+        return "start reward"
     if has("populations", "recovery_share"):
         return "prompt sampling"
     arms = data.get("arms")
@@ -90,10 +94,12 @@ def _is_simulated(data: dict) -> bool:
     return SIMULATED in str(data.get("device", "")).lower() or bool(data.get(SIMULATED))
 
 
+FACTS = ("versions",)  # parts of a file that are no records of their own
 OVER_SEEDS = "median [lowest, highest] over seeds"
 SPREADS = {
     "ablation": OVER_SEEDS, "robustness": OVER_SEEDS, "simulation": OVER_SEEDS, "prompt sampling": OVER_SEEDS,
     "study": "mean [lowest, highest] over seeds", "estimator bias": "z of every seed",
+    "treatments": "mean [lowest, highest] over seeds", "start reward": "one seed",
     "engine": "median [lowest, highest] over runs", "validation": "every run shown",
     "comparison": "one run an arm", "check": "none: passes or fails",
     "scheduler cost": "median [95 % bootstrap] over rounds", "decode overhead": "median [95 % bootstrap] over windows",
@@ -134,15 +140,17 @@ def of(name: str, data: dict, outer: dict | None = None) -> list[Record]:
     data = targets.shared(_with_runs(_with_seed_level(data)))
     kind = _kind(data)
     if kind == "unknown" and outer is None:
-        parts = [record for key, part in data.items() if isinstance(part, dict)
-                 for record in of(f"{name}#{key}", part, data)]
+        parts = [record for key, part in data.items() if isinstance(part, dict) and key not in FACTS
+                 for record in of(f"{name}#{key}", {**part, **({SIMULATED: True} if key == SIMULATED else {})}, data)]
         if any(part.kind != "unknown" for part in parts):
             return parts
     notes = [str(note) for note in data.get("notes", [])]
     general = str((outer or {}).get("what") or data.get("what") or "")
-    facts = {**{key: outer[key] for key in ("device", "commit", "command") if outer and key in outer}, **data}
+    facts = {**{key: outer[key] for key in ("device", "commit", "command", "seeds") if outer and key in outer}, **data}
+    if "command" not in facts and (commands := (outer or {}).get("commands")):
+        facts["command"] = "; ".join(commands)
     return [Record(name, kind, data, command=str(facts.get("command", "")), commit=_commit(facts, notes),
-                   seeds=_seeds(data), device=_device(facts, notes), spread=SPREADS.get(kind, ""),
+                   seeds=_seeds(facts), device=_device(facts, notes), spread=SPREADS.get(kind, ""),
                    simulated=_is_simulated(facts) or kind in ("simulation", "study"),
                    notes=tuple([*notes, *([general] if general else [])]))]
 

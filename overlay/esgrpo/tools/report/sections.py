@@ -45,6 +45,7 @@ TABLES = {
     "study": study.study, "validation": policy_tables.validation,
     "ablation": tables.ablation, "robustness": tables.robustness, "comparison": tables.comparison, "run": tables.run,
     "prompt sampling": tables.prompt_sampling, "estimator bias": tables.estimator_bias,
+    "treatments": tables.treatments, "start reward": tables.start_reward,
     "scheduler cost": tables.scheduler_cost, "output cost": tables.output_cost,
     "decode overhead": tables.decode_overhead, "start-up": tables.startup, "check": tables.check,
 }
@@ -76,7 +77,8 @@ ORDER = (
      "device."),
     ("Does it hold under other tasks, algorithms and sizes?", lambda r: r.kind == "robustness",
      "The same training in other settings, arms side by side."),
-    ("Is what is trained right?", lambda r: r.kind in ("estimator bias", "prompt sampling", "check"),
+    ("Is what is trained right?",
+     lambda r: r.kind in ("estimator bias", "treatments", "prompt sampling", "start reward", "check"),
      "Estimators against the gradient of whole groups, which prompts are drawn, and runs that pass or fail."),
     ("What does the overlay itself cost, and save?",
      lambda r: r.kind in ("scheduler cost", "output cost", "decode overhead", "start-up"),

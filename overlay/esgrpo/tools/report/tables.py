@@ -202,3 +202,30 @@ def estimator_bias(record: Record) -> list[Table]:
             rows.append([scenario, percent(found["pruned_share"]), name, percent(one["bias"]), number(one["variance"]),
                          " ".join(f"{z:+.1f}" for z in one["z"]), "yes" if one["within_limit"] else "no"])
     return [Table("Gradient under audited pruning against that of the whole group", rows)]
+
+
+def treatments(record: Record) -> list[Table]:
+    """What becomes of a response that is cut: true gradients on recorded responses, by task and rule."""
+    tables = []
+    for task, rules in record.data["tasks"].items():
+        for rule, found in rules.items():
+            rows = [["treatment", "information per token (full rollout = 1)", "tokens", "bias", "z of every seed",
+                     "responses cut", "of these right"]]
+            for name, one in found.items():
+                low, high = one["information_spread"]
+                rows.append([name, f"{one['information']:.2f} [{low:.2f}, {high:.2f}]", percent(one["tokens"]),
+                             percent(one["bias"]), " ".join(f"{z:+.1f}" for z in one["z"]), percent(one["cut_share"]),
+                             percent(one["cut_right_share"])])
+            tables.append(Table(f"What a cut response is worth to the gradient: {task}, cut by {rule}", rows))
+    return tables
+
+
+def start_reward(record: Record) -> list[Table]:
+    """A model on the tasks before any reinforcement learning."""
+    names = {"reward": percent, "mode": percent, "mixed": percent, "at cap": percent, "P50": number, "P90": number,
+             "P99": number, "responses": number}
+    rows = [["family", "reward", "the commonest answer earns", "groups with right and wrong answers", "at the cap",
+             "P50, tokens", "P90", "P99", "responses"]]
+    rows += [[family, *[show(found[name]) for name, show in names.items()]]
+             for family, found in record.data["families"].items()]
+    return [Table(f"Start, {record.data['samples']} responses a prompt, cap {record.data['cap']} tokens", rows)]
