@@ -30,9 +30,9 @@ def group():
 
 
 def end(runs, member: int) -> bool:
-    """It was right; returns whether the others are asked about."""
+    """It was wrong; returns whether the others are asked about."""
     runs.on(rollout.AttemptEnded("g", member, 1.0, 10, 90))
-    return any(isinstance(action, rollout.Ask) for action in runs.on(rollout.MemberEnded("g", member, 1.0, 1.0)))
+    return any(isinstance(action, rollout.Ask) for action in runs.on(rollout.MemberEnded("g", member, 1.0, 0.0)))
 
 
 def answer(runs, *running: int) -> None:
