@@ -11,7 +11,7 @@ The law. Of the settings (c, sigma, B) within reach it takes the one with the mo
     V = max(R, T) + (1 - o) min(R, T)        seconds of a version: rollout R and training T, overlapped by o
     R = N g (a / f + b) + p                  seconds of rollout by itself
     T = K (d + e g B) + s                    seconds of training by itself
-    f = min(c, W + (N - q) / 2)              groups in flight, mean: the limit, or what the staleness bound leaves
+    f = min(c, W + 0.4 (N - q))              groups in flight, mean: the limit, or what the staleness bound leaves
     q = h B min(1, T / R)                    groups that come in while it trains
     o = min(1, W / (f' + q)) ** (2/3)        the overlap ratio; f' is as much of f as rollout needs to keep up
     A = (P + (N - m) / 2) / m                optimiser steps between making a token and training on it
@@ -23,13 +23,14 @@ is searched for on the running system. Without the exponential the largest stale
 that costs a token 1 - 1/e of its worth, in optimiser steps, and the user's to say. The form of o was fitted to
 simulated settings; A is right up to a constant, which J's maximum does not depend on.
 
-Feedback. h starts at 1; while training is the slower side it falls by LESS in a version in which the trainer hardly
-waited for groups, and rises by MORE in one in which it did. `trust` falls by TIGHTEN when entropy falls or loss, KL or
-gradient norm rises beyond what they did before, and comes back by WIDEN a version after CALM quiet versions. In one
-version concurrency moves by at most STEP, what is in process by STEP or half a version, the trigger by 2 or one unit,
-and all only for a gain above DEAD_BAND. When the measured J stays below what the start setting would bring at present
-rates, the start setting comes back, each time for twice as long. The replicas' roles are not moved here: they stay with
-verl's policy.
+Feedback. h starts at FIRST_STOCK; while training is the slower side it falls by LESS in a version in which the trainer
+hardly waited for groups, and rises by MORE in one in which it did. `trust` falls by TIGHTEN when entropy falls or loss,
+KL or gradient norm rises beyond what they did before, and comes back by WIDEN a version after CALM quiet versions. In
+one version concurrency moves by at most STEP, what is in process by STEP or half a version, the trigger by 2 or one
+unit, and all only for a gain above DEAD_BAND, which doubles each time a setting comes back within RETURN versions and
+is itself again after a move of another cause than rates. When the measured J stays below what the start setting would
+bring at present rates, the start setting comes back, each time for twice as long. The replicas' roles are not moved
+here: they stay with verl's policy.
 
 Signals may be missing, late, constant or NaN: what is not measured keeps its last estimate, a version that was seen is
 ignored, and after LOST versions without rates the start setting comes back. Standard library only.
@@ -45,9 +46,9 @@ from dataclasses import dataclass, field
 
 STEP = 1.5  # factor by which concurrency and what is in process move in one version at most
 DEAD_BAND = 0.02  # relative gain in J below which nothing moves
+RETURN = 4  # versions within which a setting that comes back was left for nothing
 SHARES = (-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0)  # of such a move, tried in every version
 ONSET = 2 / 3  # a little in process hides much of the training; of six forms of o tried on 300 simulated settings
-ROUNDS = 3  # in which f and q settle
 FORGET = 0.8  # weight of a version against the next one, in the lines
 MEMORY = 12  # versions in a line
 PRIOR = 0.1  # weight of what is believed of a line's level before it was measured, in versions
@@ -57,6 +58,8 @@ JUMP = 1.25  # factor by which a measurement is off its line
 SMOOTH, USUAL = 0.4, 0.1  # of a new value in a running mean; in that of what is usual
 BASE = 2  # versions at the start setting by which it is known
 LOST = 6
+FILLED = 0.4  # of what is begun in a version and is not in process at its start, the part in flight on the mean; fitted
+FIRST_STOCK = 0.8  # fitted, too
 STOCK, LESS, MORE, NO_WAIT, WAITED = (0.5, 1.5), 0.03, 0.06, 0.01, 0.04  # bounds, steps of h; shares of a version
 TIGHTEN, WIDEN, CALM, LEAST_TRUST = 0.7, 1.15, 3, 0.2
 ALARM, LEAST_DEVIATION, DRIFT, WATCHED = 3.0, 0.05, 0.5, 5  # deviations; of mean; of first level; versions
@@ -145,7 +148,7 @@ class Rates:
     train: tuple[float, float]  # d, e: seconds of a trigger = d + e tokens
     sync: float = 0.0  # s
     pause: float = 0.0  # p
-    stock: float = 1.0  # h
+    stock: float = FIRST_STOCK  # h
 
 
 @dataclass(frozen=True)
@@ -170,15 +173,19 @@ class Change:
 
 
 def flow(setting: Setting, rates: Rates, limits: Limits) -> tuple[float, float, float, float]:
-    """R, T, f and q."""
+    """R, T, f and q: the one point at which f's and q's lines of the law hold at once."""
     batch, count = setting.trigger, limits.groups(setting)
     train = limits.triggers_per_version * (rates.train[0] + rates.train[1] * rates.group_tokens * batch) + rates.sync
-    inflight = float(setting.concurrency)
-    for _ in range(ROUNDS):
-        rollout = count * rates.group_tokens * (rates.decode[0] / inflight + rates.decode[1]) + rates.pause
-        waits = rates.stock * batch * min(1.0, train / max(rollout, TINY))
-        inflight = min(setting.concurrency, max(1.0, limits.in_process(setting) + (count - waits) / 2))
-    return rollout, train, inflight, waits
+    alone = count * rates.group_tokens * rates.decode[0]  # R = alone / f + always
+    always = count * rates.group_tokens * rates.decode[1] + rates.pause
+    most, stock = limits.in_process(setting) + FILLED * count, FILLED * rates.stock * batch
+    # f = most - stock min(1, T / R) falls where R falls, so it is the larger one of both branches' solutions
+    middle = alone - most * always + stock * train
+    wide = abs(middle) + math.sqrt(middle * middle + 4 * always * most * alone)
+    root = 2 * most * alone / max(wide, TINY) if middle > 0 else wide / (2 * max(always, TINY))
+    inflight = min(setting.concurrency, max(1.0, most - stock, root))
+    rollout = alone / inflight + always
+    return rollout, train, inflight, stock / FILLED * min(1.0, train / max(rollout, TINY))
 
 
 def forecast(setting: Setting, rates: Rates, limits: Limits, age_scale: float) -> Forecast:
@@ -295,13 +302,15 @@ class Controller:
         self._decode, self._train = Line(DECODE_LEVEL), Line(TRAIN_LEVEL)
         self._group_tokens: float | None = None
         self._sync = self._pause = 0.0
-        self._stock = 1.0
+        self._stock = FIRST_STOCK
         self._version = -1
         self._calm = self._blind = 0
         self._base: list[float] = []  # measured J of the start setting over its forecast
         self._fresh: float | None = None
         self._poor = self._held = 0
         self._hold = HOLD
+        self._band = DEAD_BAND
+        self._left: deque[tuple[int, Setting]] = deque(maxlen=RETURN)
 
     @property
     def rates(self) -> Rates | None:
@@ -333,7 +342,7 @@ class Controller:
             return None
         after = best(self.setting, rates, self.limits, scale)
         now, then = (forecast(each, rates, self.limits, scale) for each in (self.setting, after))
-        if then.fresh <= now.fresh * (1 + DEAD_BAND):
+        if then.fresh <= now.fresh * (1 + self._band):
             return None
         cause = Cause.TIGHTENED if self.trust < trusted else Cause.WIDENED if self.trust > trusted else Cause.RATES
         return self._move(after, cause, then)
@@ -403,6 +412,11 @@ class Controller:
         before, self.setting = self.setting, after
         if before == after:
             return None
+        if cause != Cause.RATES:
+            self._band = DEAD_BAND
+        elif any(left == after and self._version - version <= RETURN for version, left in self._left):
+            self._band *= 2
+        self._left.append((self._version, before))
         return Change(self.clock(), self._version, cause, before, after, self.trust, then)
 
 
