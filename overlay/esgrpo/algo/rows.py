@@ -287,6 +287,8 @@ class EngineWindow(Row):
     surprisal_tokens: int = 0  # how many these are
     token_outputs: dict | None = _unset()
     rollouter_paused: float = 0.0  # of this version, the same in the window of every replica
+    devices: dict = field(default_factory=dict)  # accelerator of its node -> [busy, memory in use], shares of 1
+    no_devices: str = ""  # why there are none
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -312,6 +314,22 @@ class LoopEvent(Row):
     grad_norm: float | None = None
     entropy: float | None = None
     kl: float | None = None
+    devices: dict = field(default_factory=dict)  # as in EngineWindow, all of the writer's node
+    no_devices: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Move(Row):
+    """The overlap controller moved a setting: `algo.overlap.Change`."""
+
+    kind = "moves"
+    version: int
+    cause: str  # algo.overlap.Cause
+    before: dict  # algo.overlap.Setting, and what else was moved: name -> value
+    after: dict
+    trust: float | None = None
+    forecast: dict | None = None  # of `after`
+    note: str = ""  # what could not be done, and why
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -336,4 +354,4 @@ class Dropped(Row):
 
 KINDS: dict[str, type[Row]] = {cls.kind: cls for cls in (
     Start, Checkpoint, Submitted, Reissued, Restored, Restart, Batch, Response, Trained, Replaced, Failed, Evicted,
-    Carry, EngineWindow, LoopEvent, Decisions, Dropped)}
+    Carry, EngineWindow, LoopEvent, Move, Decisions, Dropped)}
