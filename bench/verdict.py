@@ -195,8 +195,8 @@ class Replay:
             at = tick - row.began
             before = row.sums[row.looked - 1] if row.looked else 0.0
             newest = row.tokens[max(row.looked, at - READ_TOKENS):at]
-            seen[row.member] = sketches.look(row.member, at, newest, row.sums[at - 1], row.sums[at - 1] - before,
-                                             at - row.looked)
+            seen[row.member] = sketches.look(row.member, at, newest, row.sums[at - 1], at,
+                                             row.sums[at - 1] - before, at - row.looked)
             row.looked = at
         self.looks += len(rows)
         decided = self.rule.look(str(group), seen)
@@ -294,7 +294,7 @@ def look_cost(path: Path, repeats: int = 5) -> float:
                     if at < len(row.tokens):
                         newest, total = row.tokens[max(0, at - READ_TOKENS):at], row.sums[at - 1]
                         began = time.perf_counter()
-                        sketches.look(row.member, at, newest, total, total, distance)
+                        sketches.look(row.member, at, newest, total, at, total, distance)
                         taken.append(time.perf_counter() - began)
         best = min(best, median(taken))
     return best * 1e6

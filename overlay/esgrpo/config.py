@@ -72,11 +72,24 @@ class Resolved:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """Learned verdicts: a running response that will fail is told by a score (algo/verdict.py)."""
+
+    enable: bool = _flag(False, "cut a response that a learned score says will fail; nothing is cut before the score "
+                                "is proven on this run's own outcomes")
+    check_interval: int = _number(0, 0, None, "tokens between two looks at a response; 0: a 16th of the longest one")
+    cut_below: float = _number(0.1, 0.0, 0.5, "a response is a candidate below this probability of ending correct",
+                               open_low=True)
+    min_outcomes: int = _number(500, 1, None, "responses seen to their end before anything is cut")
+
+
+@dataclass(frozen=True)
 class Audit:
-    """How pruning by group rules, and of loops, is measured and bounded."""
+    """How pruning by group rules, by learned verdicts, and of loops, is measured and bounded."""
 
     enable: bool = _flag(False, "exempt candidates by a coin, and see how often a rule would have been wrong",
-                         needs=("prune.resolved.enable", "prune.finish_group_after", "prune.repetition.enable"))
+                         needs=("prune.resolved.enable", "prune.finish_group_after", "prune.repetition.enable",
+                                "prune.verdict.enable"))
     exempt_prob: float = _number(0.1, 0.0, 1.0, "a candidate for pruning runs to its end with this probability",
                                  open_low=True)
     max_fraction: float = _number(0.5, 0.0, 1.0, "share of a group's members that may be pruned")
@@ -92,9 +105,10 @@ class Prune:
         "failed", tuple(map(str, Treatment)), "what becomes of a response that is cut. failed: trained as it is, a "
         "failure; value: trained with its predicted reward; doubly_robust: the same, corrected by weighted responses "
         "that the coin spared; masked: left out, and those that the coin spared are weighted",
-        needs=("prune.repetition.enable", "prune.resolved.enable", "prune.finish_group_after"))
+        needs=("prune.repetition.enable", "prune.resolved.enable", "prune.finish_group_after", "prune.verdict.enable"))
     repetition: Repetition = field(default_factory=Repetition)
     resolved: Resolved = field(default_factory=Resolved)
+    verdict: Verdict = field(default_factory=Verdict)
     audit: Audit = field(default_factory=Audit)
     finish_group_after: int = _number(
         0, 0, None, "stragglers may be pruned once this many members are done, right and wrong ones; needs the audit "
@@ -218,7 +232,7 @@ class Segment:
     def audited(self) -> bool:
         """A coin is tossed for candidates of group rules, which are always audited, and for proven loops."""
         prune = self.prune
-        return self.enable and (prune.resolved.enable or prune.finish_group_after > 0
+        return self.enable and (prune.resolved.enable or prune.finish_group_after > 0 or prune.verdict.enable
                                 or (prune.audit.enable and prune.repetition.enable))
 
     @property
@@ -357,6 +371,12 @@ def _check_sections(segment: Segment) -> None:
         needs("sampler.enable", f"{PREFIX}.history.enable", "there would be no posterior to sample from")
     if segment.prune.resolved.enable and not segment.prune.audit.enable:
         needs("prune.resolved.enable", f"{PREFIX}.prune.audit.enable", "nothing would measure wrongly pruned responses")
+    if segment.prune.verdict.enable and not segment.prune.audit.enable:
+        needs("prune.verdict.enable", f"{PREFIX}.prune.audit.enable", "nothing would measure wrong verdicts")
+    if segment.prune.verdict.enable and segment.prune.treatment == Treatment.MASKED:
+        raise ConfigError(f"{PREFIX}.prune.verdict.enable", "true", f"False with {PREFIX}.prune.treatment=masked",
+                          "the weights of what the coin spares cost more variance than verdicts save, the run does not "
+                          "start", "set prune.treatment=failed, value or doubly_robust")
     if segment.prune.finish_group_after and not segment.prune.audit.enable:
         raise ConfigError(f"{PREFIX}.prune.finish_group_after", str(segment.prune.finish_group_after),
                           f"0 without {PREFIX}.prune.audit.enable",

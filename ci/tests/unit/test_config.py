@@ -154,6 +154,7 @@ def with_needs(values, needs):
     for switch, other in (("routing.enable", "history.enable"), ("sampler.enable", "history.enable"),
                           ("history.enable", "enable"), ("prune.resolved.enable", "prune.audit.enable"),
                           ("prune.audit.enable", "prune.resolved.enable"),
+                          ("prune.verdict.enable", "prune.audit.enable"),
                           ("prune.finish_group_after", "prune.audit.enable"),
                           ("prune.treatment", "prune.audit.enable")):
         if value_at(values, switch) and value_at(values, other) is None:

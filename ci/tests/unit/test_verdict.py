@@ -39,7 +39,7 @@ def test_a_look_counts_what_sets_would(windows):
     sketches, seen, read, earlier = Sketches(), set(), 0, 0
     for turn, window in enumerate(windows):
         grams = {tuple(window[at:at + 4]) for at in range(len(window) - 3)}
-        looks = [sketches.look(key, 10, window, -1.0, -1.0, 10) for key in "ab"]
+        looks = [sketches.look(key, 10, window, -1.0, 10, -1.0, 10) for key in "ab"]
         new = len(grams - seen)
         seen |= grams
         read += max(0, len(window) - 3)
@@ -53,7 +53,7 @@ def test_a_look_counts_what_sets_would(windows):
 
 def test_a_member_alone_shares_nothing():
     sketches = Sketches()
-    looks = [sketches.look(0, 8, [1, 2, 3, 4, 5, 6, 7, 8], -1.0, -1.0, 8) for _ in range(3)]
+    looks = [sketches.look(0, 8, [1, 2, 3, 4, 5, 6, 7, 8], -1.0, 8, -1.0, 8) for _ in range(3)]
     assert [look.shared for look in looks] == [0.0] * 3 and [look.novel for look in looks] == [1.0, 0.0, 0.0]
 
 

@@ -17,6 +17,7 @@ from esgrpo.algo.terms import Rule
 from esgrpo.config import Segment
 
 ROUTING, SEGMENTS, LOOPS, PRUNING, REPLACED = "routing", "segments", "loops", "pruning", "replaced"
+VERDICTS = "verdicts"
 ELASTIC, SAMPLER, KEEP, TOKEN_OUTPUTS = "elastic", "sampler", "keep", "token_outputs"
 
 # Trainers, as the facts of a run name them
@@ -128,6 +129,22 @@ def _why_loops(run: Run) -> str:
     return f"the audit let {'the only proven loop' if proven == 1 else f'all {proven} proven loops'} run"
 
 
+def _why_verdicts(run: Run) -> str:
+    looks, report = run.count("verdicts/looks"), run.audit.get(Rule.VERDICT)
+    if not looks:
+        return "no response was looked at: none came as far as prune.verdict.check_interval"
+    if not run.count("verdicts/gate_open"):
+        if report is None:
+            return f"{_plural(looks, 'look')}, but no weight sync at which they are learned from"
+        if report["responses"] < report["needed_responses"]:
+            return f"too few outcomes: {report['responses']} of {report['needed_responses']} responses"
+        return f"the gate stayed shut: {report['shut'] or 'no weight sync since it would open'}"
+    exempted = run.count("verdicts/exempted")
+    if not exempted:
+        return "no candidate: no response was below prune.verdict.cut_below"
+    return f"the coin let {'its only candidate' if exempted == 1 else f'all {exempted} candidates'} run"
+
+
 def _why_replaced(run: Run) -> str:
     if not run.count("pruning/pruned"):
         return "nothing was pruned"
@@ -182,6 +199,8 @@ MODULES = (
     Module(PRUNING, "prune.resolved.enable or prune.finish_group_after",
            lambda s: s.enable and (s.prune.resolved.enable or s.prune.finish_group_after > 0), ("pruning/pruned",),
            _why_pruning),
+    Module(VERDICTS, "prune.verdict.enable", lambda s: s.enable and s.prune.verdict.enable, ("verdicts/pruned",),
+           _why_verdicts),
     Module(REPLACED, "prune.resolved.enable", lambda s: s.enable and s.prune.resolved.enable, ("replaced/groups",),
            _why_replaced),
     Module(ELASTIC, "elastic.enable", lambda s: s.enable and s.elastic.enable, ("elastic/told",), _why_elastic),
@@ -190,7 +209,8 @@ MODULES = (
     Module(TOKEN_OUTPUTS, "token_outputs", lambda s: s.token_outputs, ("token_outputs/responses",), _why_token_outputs),
 )
 NAMES = tuple(module.name for module in MODULES)
-OF_WORKERS = (SEGMENTS, LOOPS, PRUNING, ELASTIC)  # agent-loop workers decide about these; their rows tell the trainer
+# agent-loop workers decide about these; their rows tell the trainer
+OF_WORKERS = (SEGMENTS, LOOPS, PRUNING, VERDICTS, ELASTIC)
 
 
 def decided(settings: Segment, counts: Mapping[str, int], names: Iterable[str] = NAMES) -> dict[str, int]:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from esgrpo import config
-from esgrpo.algo import pruning
-from esgrpo.algo.audit import Audit, Candidate, Verdict
+from esgrpo.algo import pruning, verdict
+from esgrpo.algo.audit import COIN, Audit, Candidate, Verdict
 from esgrpo.algo.terms import Rule, Treatment
 from esgrpo.algo.treatment import Rewards
+from esgrpo.algo.verdict import Verdicts
+from esgrpo.algo.verdict_features import Look
 
 OUTCOME, PASSED_BY, LENGTH = "outcome", "passed-by", "length"  # kinds of lessons
 STATE_VERSION = 1  # of what `GroupPruner.to_state` returns
@@ -86,7 +88,8 @@ class GroupPruner:
     what came after.
     """
 
-    def __init__(self, settings: config.Segment, audit: Audit, budget: int):
+    def __init__(self, settings: config.Segment, audit: Audit, budget: int, verdicts: Verdicts | None = None):
+        self.verdicts = verdicts  # None: no learned verdicts
         self.prune, self.audit, self.budget = settings.prune, audit, budget
         self.calibration = pruning.LengthCalibration()
         self.rewards = Rewards()  # of this worker: the scale is the same everywhere
@@ -118,6 +121,8 @@ class GroupPruner:
     def watch(self, group: str, size: int, forecast: dict | None) -> Watched:
         watched = self.groups.setdefault(group, Watched(size))
         watched.forecast = watched.forecast or forecast
+        if self.verdicts is not None:
+            self.verdicts.watch(group, size)
         return watched
 
     def wants_progress(self, group: str) -> bool:
@@ -140,6 +145,11 @@ class GroupPruner:
             if decided.keeps_siblings:
                 watched.removed.add(member)
             return
+        if self.verdicts is not None:
+            if ending is None or by_rule:
+                self.verdicts.removed(group, member, cut=by_rule)
+            else:
+                self.verdicts.ended(group, member, ending.tokens, ending.correct)
         if ending is None or by_rule:
             watched.removed.add(member)
         else:
@@ -151,7 +161,7 @@ class GroupPruner:
         if member in watched.seen:
             prior, doublings, agreed_on = watched.seen[member]
             self._learned(LENGTH, prior, doublings, ending.correct != agreed_on, 1 / pi)
-        if decided is not None:
+        if decided is not None and decided.verdict.rule != Rule.VERDICT:
             outcome = self.audit.resolve(group, member, self._was_false(watched, member, decided.verdict.rule, ending))
             if outcome is not None:
                 self.lessons.append([OUTCOME, *outcome])
@@ -225,11 +235,40 @@ class GroupPruner:
         if treatment == Treatment.MASKED:
             self._fix_pivot(watched)
         others, proven = watched.size - watched.pruned - len(watched.removed) - 1, rule == Rule.REPETITION
-        verdict = self.audit.decide(Candidate(group, member, str(rule), watched.size, watched.pruned, others, score,
-                                              proven, trained=treatment != Treatment.MASKED))
+        tossed = self.audit.decide(Candidate(group, member, str(rule), watched.size, watched.pruned, others, score,
+                                             proven, trained=treatment != Treatment.MASKED))
+        if tossed.prune and self.verdicts is not None:
+            self.verdicts.removed(group, member, cut=True)
         pivot = watched.pivot if treatment == Treatment.MASKED else None
-        decided = watched.decided[member] = Decided(verdict, tokens, treatment, pivot, success, reward)
+        decided = watched.decided[member] = Decided(tossed, tokens, treatment, pivot, success, reward)
         return decided
+
+    def looked(self, group: str, looks: Mapping[int, Look]) -> tuple[dict[int, Decided], int]:
+        """Decisions of the learned verdicts about members that decode now, and how many candidates they let go.
+
+        No coin of the audit is tossed: the verdicts have a coin and a gate of their own.
+        """
+        watched = self.groups[group]
+        unknown = self.prune.treatment in config.PREDICTED and self.rewards.predicted(0.5) is None
+        kept = set(looks) if unknown else watched.decided.keys()
+        found, let_go = {}, 0
+        for member, decision in self.verdicts.look(group, looks, kept).items():
+            if decision.what == verdict.WATCH:
+                let_go += 1
+                continue
+            coin = Verdict(decision.what == verdict.CUT, decision.keep_probability, Rule.VERDICT, COIN)
+            reward = self.rewards.predicted(decision.probability) if self.prune.treatment in config.PREDICTED else None
+            found[member] = watched.decided[member] = Decided(
+                coin, looks[member].tokens, self.prune.treatment, None, decision.probability, reward)
+        return found, let_go
+
+    def report(self, rule: str) -> dict:
+        return self.verdicts.report() if rule == Rule.VERDICT else self.audit.report(rule)
+
+    def reports(self) -> dict[str, dict]:
+        """Of every rule that has brought an outcome, and of the verdicts."""
+        mine = {} if self.verdicts is None else {str(Rule.VERDICT): self.verdicts.report()}
+        return {**self.audit.reports(), **mine}
 
     def _candidates(self, watched: Watched, open_: list[int], tokens: Mapping[int, int],
                     running: Mapping[int, int]) -> dict:
@@ -303,6 +342,8 @@ class GroupPruner:
         """The last member has left."""
         self.groups.pop(group, None)
         self.audit.forget(group)
+        if self.verdicts is not None:
+            self.verdicts.close(group)
 
 
 def _pivot(rewards: list[float]) -> float:

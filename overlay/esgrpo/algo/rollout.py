@@ -12,7 +12,10 @@ with `algo/segments.py` and tells in the answer of an attempt.
     Sealed           its row is written: nothing may be decided about it     -> Record
     MemberEnded      the member has its reward, failed or was interrupted    -> Record, Ask, Share
     Progress         answer to Ask                                           -> Finish, Tell, Share
+    Looked           an engine looked at members that run                    -> Finish
     Learned          what the audits of other workers learned
+    Taught           what the learned verdicts of all workers know; the first response of a newer weight version
+                     -> Teach
 
 Events about groups or members that are unknown, or that have ended, are late or duplicates: counted in `decisions`
 under "late" and otherwise without effect. A replica that leaves the pool (verl's hybrid replicas, when they train)
@@ -38,6 +41,7 @@ from esgrpo.algo.rollout_events import (
     Finish,
     HandOn,
     Learned,
+    Looked,
     MemberEnded,
     Placed,
     Progress,
@@ -47,10 +51,13 @@ from esgrpo.algo.rollout_events import (
     Share,
     Submit,
     Submitted,
+    Taught,
+    Teach,
     Tell,
 )
 from esgrpo.algo.rows import Response as Row
 from esgrpo.algo.terms import LengthClass, Outcome, Rule
+from esgrpo.algo.verdict_features import Look
 
 
 class GroupCollision(ValueError):
@@ -159,6 +166,7 @@ class Rules:
     replicas: int = 1
     pruner: GroupPruner | None = None  # None: no group rule is on
     decisions: Counter = field(default_factory=Counter)  # "module/what" -> times (algo/decisions.py)
+    version: int | None = None  # newest weights that an attempt ended under
 
     @property
     def moves(self) -> bool:
@@ -199,6 +207,8 @@ class GroupRun:
         response = self.running.get(getattr(event, "member", None))
         if isinstance(event, Progress):
             return self._decide(event.tokens)
+        if isinstance(event, Looked):
+            return self._looked(event.looks)
         if response is None:
             self.rules.decisions["late"] += 1
             return []
@@ -279,7 +289,7 @@ class GroupRun:
         response.decision = {"rule": verdict.rule, "prune": verdict.prune, "keep_probability": decided.keep_probability,
                              "reason": verdict.reason, "tokens": decided.tokens, "pivot": decided.pivot,
                              "coin": verdict.pi, "predicted": decided.predicted, "reward": decided.reward}
-        module = "loops" if verdict.rule == Rule.REPETITION else "pruning"
+        module = {Rule.REPETITION: "loops", Rule.VERDICT: "verdicts"}.get(verdict.rule, "pruning")
         self.rules.decisions[f"{module}/{'pruned' if verdict.prune else 'exempted'}"] += 1
 
     # endings
@@ -288,7 +298,7 @@ class GroupRun:
         pruner = self.rules.pruner
         if pruner is None or response.decision is None:
             return None
-        return pruner.audit.report(response.decision["rule"])
+        return pruner.report(response.decision["rule"])
 
     def _sealed(self, response: Response, event: Sealed) -> list[Action]:
         return [Record(self.name, response.number, self._row(response, event.now, None))]
@@ -312,6 +322,8 @@ class GroupRun:
                 correct = is_correct(event.score, event.acc, self.rules.settings.success_threshold)
                 capped = response.tokens >= self.rules.budget
                 ending = Finished(response.tokens, correct, float(event.score), capped)
+                self.rules.decisions["verdicts/false"] += (correct and not response.pruned
+                                                           and (response.decision or {}).get("rule") == Rule.VERDICT)
             self.rules.pruner.ended(self.name, event.member, ending, by_rule)
         actions: list[Action] = []
         if not event.failed:
@@ -351,8 +363,21 @@ class GroupRun:
 
     def _prune(self, open_: dict[int, int]) -> list[Action]:
         committed = {number: response.tokens for number, response in self.running.items()}
+        return self._carry_out(self.rules.pruner.checkpoint(self.name, open_, committed))
+
+    def _looked(self, looks: dict[int, Look]) -> list[Action]:
+        """Of members that are still where they were looked at, and of which no row is written."""
+        here = {number: look for number, look in looks.items()
+                if number in self.where and not self.running[number].sealed and not self.running[number].doomed}
+        self.rules.decisions["verdicts/looks"] += len(here)
+        self.rules.decisions["late"] += len(looks) - len(here)
+        decided, let_go = self.rules.pruner.looked(self.name, here)
+        self.rules.decisions["verdicts/let_go"] += let_go
+        return self._carry_out(decided)
+
+    def _carry_out(self, decided_members: dict[int, Decided]) -> list[Action]:
         doomed: dict[str, dict[object, tuple[int, ...]]] = {}
-        for number, decided in self.rules.pruner.checkpoint(self.name, open_, committed).items():
+        for number, decided in decided_members.items():
             verdict = decided.verdict
             self._decided(self.running[number], decided)
             if verdict.prune and number in self.where:  # else it is between two attempts: `_placed` finishes it
@@ -389,6 +414,11 @@ class GroupRuns:
                 self.rules.pruner.restore(event.state)
             self.rules.pruner.absorb(event.lessons)
             return []
+        if isinstance(event, Taught):
+            verdicts = self.rules.pruner.verdicts
+            verdicts.adopt(event.state)
+            self.rules.decisions["verdicts/gate_open" if verdicts.open else "verdicts/gate_shut"] += 1
+            return []
         if isinstance(event, Reopened):
             if event.group in self.groups:
                 raise GroupCollision(event.group)
@@ -407,8 +437,27 @@ class GroupRuns:
             del self.groups[event.group]
             if pruner is not None:
                 pruner.close(event.group)
+        if isinstance(event, AttemptEnded) and self._is_newer(event):
+            actions = [*actions, Teach(pruner.verdicts.take().to_plain())]
         lessons = pruner.take_lessons() if pruner is not None else []
         return [*actions, Share(lessons)] if lessons else actions
+
+    def _is_newer(self, event: AttemptEnded) -> bool:
+        """The first attempt that tells of a weight sync: the verdicts of all workers are brought together."""
+        pruner, spans = self.rules.pruner, (event.answer or {}).get("spans")
+        version = spans[-1][0] if spans else event.version
+        if pruner is None or pruner.verdicts is None or version is None or version < 0:
+            return False
+        before, self.rules.version = self.rules.version, max(version, self.rules.version or 0)
+        return before is not None and version > before
+
+    def places(self) -> dict[object, list[str]]:
+        """Replica -> groups of which it holds a member."""
+        found: dict[object, dict[str, None]] = {}
+        for name, run in self.groups.items():
+            for replica in run.where.values():
+                found.setdefault(replica, {})[name] = None
+        return {replica: list(names) for replica, names in found.items()}
 
     def response(self, group: str, member: int) -> Response | None:
         """The running member, or None."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from esgrpo.algo.rows import Response as Row
 from esgrpo.algo.terms import Outcome
+from esgrpo.algo.verdict_features import Look
 
 # Events
 
@@ -82,6 +83,21 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Looked:
+    """Looks at members that decode somewhere, of one boundary each (algo/looks.py)."""
+
+    group: str
+    looks: dict[int, Look]
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Answer to Teach: what all workers know (`Verdicts.to_state`)."""
+
+    state: dict
+
+
+@dataclass(frozen=True)
 class Learned:
     """`state` replaces what is known here: it holds all of it."""
 
@@ -155,4 +171,11 @@ class Share:
     lessons: list
 
 
-Action = Submit | HandOn | Ask | Finish | Tell | Record | Share
+@dataclass(frozen=True)
+class Teach:
+    """What the learned verdicts saw since the last weight sync; None: this worker begins."""
+
+    lessons: list | None
+
+
+Action = Submit | HandOn | Ask | Finish | Tell | Record | Share | Teach

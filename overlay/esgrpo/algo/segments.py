@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from esgrpo.algo.looks import Looks, distance
 from esgrpo.algo.terms import LengthClass, Outcome, Rule
 from esgrpo.config import Repetition, Segment
 
@@ -131,6 +132,7 @@ class Tracked:
     next_boundary: int | None  # in tokens of the whole response, the first one not yet counted; None: never segmented
     length: int  # tokens from that boundary to the one after it
     next_repetition: int | None
+    next_verdict: int | None = None  # in tokens of the whole response: the next look for the learned verdict
     due: int = 0  # step of the look that counts; entries of the wheel for other steps are outdated
     boundaries: int = 0  # counted so far
     spans: list[list[int]] = field(default_factory=list)  # [weight version, tokens], oldest first
@@ -151,7 +153,7 @@ class SegmentBook:
     once.
     """
 
-    def __init__(self, settings: Segment, tokens_per_step: int = 1):
+    def __init__(self, settings: Segment, tokens_per_step: int = 1, budget: int = 0):
         self.settings = settings
         self.version = UNKNOWN_VERSION
         self.step = 0
@@ -164,6 +166,9 @@ class SegmentBook:
         self._length, self._interval = settings.segment_length, settings.prune.repetition.check_interval
         self._min_span = settings.prune.repetition.min_span
         self._decides, self._yields = settings.enable, settings.boundary == "yield"
+        self.looks = Looks()
+        verdict = settings.prune.verdict
+        self._look_every = distance(verdict.check_interval, budget) if verdict.enable else 0
         self._loop = HELD_LOOP if settings.audited else LOOP  # the audit's coin is tossed where the response comes from
 
     def add(self, key: Hashable, group: str, member: int, done_before: int, length_class: str = BODY,
@@ -185,6 +190,8 @@ class SegmentBook:
                        next_multiple(done_before, repetition.check_interval)
                        if repetition.enable and not exempt else None)
         self._set_boundary(item, done_before)
+        if self._look_every:
+            item.next_verdict = next_multiple(done_before, self._look_every)
         if item.next_repetition is not None:
             reach = done_before - marks[0][0] if marks else 0
             if 0 < reach <= len(earlier):
@@ -226,6 +233,8 @@ class SegmentBook:
         look, boundary = item.next_repetition, item.next_boundary
         if boundary is not None and (look is None or boundary < look) and self._may_end_at_boundary(item):
             look = boundary
+        if item.next_verdict is not None and (look is None or item.next_verdict < look):
+            look = item.next_verdict
         if look is not None and self._decides:
             item.due = self._wheel.schedule(key, self.step, look - item.done_before - count)
 
@@ -256,6 +265,10 @@ class SegmentBook:
         if item.next_boundary is not None and total >= item.next_boundary:
             if self.count_boundaries(item, count) and decision is GO_ON:
                 decision = self._at_boundary(item)
+        if item.next_verdict is not None and total >= item.next_verdict:
+            item.next_verdict = next_multiple(total, self._look_every)
+            if decision is GO_ON:
+                self.looks.look(key, item.group, item.member, total, tokens, logprobs)
         if decision is GO_ON:
             self._plan(key, item, count)
         return decision
@@ -386,6 +399,8 @@ class SegmentBook:
         keys.discard(key)
         if not keys:
             del self._groups[item.group]
+        if self._look_every:
+            self.looks.ended(key, item.group, not keys)
         self.count_boundaries(item, count - by_itself)
         self._extend_spans(item, count)
         return item

@@ -37,6 +37,7 @@ class Rule(_Word):
     MOVE = "move"  # handed back once, to go on at a replica of the tail class
     RESOLVED = "resolved"  # its finished siblings agree, and it is not likely to differ
     ENOUGH = "enough"  # its finished siblings have what an update needs
+    VERDICT = "verdict"  # a learned score says that it will fail
 
 
 class Treatment(_Word):

@@ -22,9 +22,10 @@ import dataclasses
 import math
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from esgrpo import config
 from esgrpo.algo.audit import wilson_lower, wilson_upper
 from esgrpo.algo.verdict_features import FEATURES, LENGTH_FEATURES, Look, Siblings, vector
 from esgrpo.algo.verdict_model import Logistic, Sums, log_loss
@@ -208,8 +209,11 @@ class Verdicts:
     def watch(self, group: str, size: int) -> None:
         self.groups.setdefault(group, Group(size))
 
-    def look(self, group: str, looks: Mapping[int, Look]) -> dict[int, Decision]:
-        """Members that become candidates by these looks, all of one boundary; the others go on."""
+    def look(self, group: str, looks: Mapping[int, Look], kept: Container[int] = ()) -> dict[int, Decision]:
+        """Members that become candidates by these looks, all of one boundary; the others go on.
+
+        Of the `kept` nobody may be cut: another rule has decided about them, or nothing can be decided yet.
+        """
         mine = self.groups[group]
         for number, look in looks.items():
             mine.members.setdefault(number, Member()).surprisal = look.surprisal
@@ -222,11 +226,11 @@ class Verdicts:
             member.rows.append(row)
             probability = self.model.probability(row)
             if member.decision is None and probability < self.settings.cut_below:
-                decided[number] = member.decision = self._decide(mine, probability)
+                decided[number] = member.decision = self._decide(mine, probability, number in kept)
         return decided
 
-    def _decide(self, group: Group, probability: float) -> Decision:
-        if not self.open or group.cut + 1 > self.settings.max_fraction * group.size:
+    def _decide(self, group: Group, probability: float, kept: bool) -> Decision:
+        if kept or not self.open or group.cut + 1 > self.settings.max_fraction * group.size:
             return Decision(WATCH, probability, 1.0)
         if self._rng.random() < self.settings.audit:
             return Decision(AUDIT, probability, self.settings.audit)
@@ -254,7 +258,8 @@ class Verdicts:
             ratio += log_loss(self.length.probability(row), correct) - log_loss(self.model.probability(row), correct)
             for model in (self.model, self.length):
                 model.learn(row, correct, weight)
-        # while the gate is open, one that is let go because its group has no more room is no random candidate
+        # while the gate is open, one that is let go because it is kept or its group has no more room is no random
+        # candidate
         candidate = None if decision is None else decision.what == AUDIT or not self.open
         self._outcomes.append(Outcome(tokens, bool(correct), weight, candidate, ratio / max(len(member.rows), 1)))
         member.rows = []
@@ -275,6 +280,20 @@ class Verdicts:
         self.length.update(lessons.length)
         self.open = not self.gate.why_shut()
 
+    def report(self) -> dict:
+        """False rate of the newest candidates and its bound, as an audit reports those of its rules, and the gate."""
+        falses = self.gate.falses
+        return {"false_rate": sum(falses) / len(falses) if falses else 0.0,
+                "false_rate_bound": self.gate.false_bound(), "outcomes": len(falses), "scale": 1.0,
+                "needed": self.settings.min_candidates, "responses": self.gate.outcomes,
+                "needed_responses": self.settings.min_outcomes, "open": self.open, "shut": self.gate.why_shut()}
+
+    def adopt(self, state: Mapping) -> None:
+        """What the run knows (`to_state` of its pool); what was seen here since `take` is still to be told."""
+        seen = self.model.sums, self.length.sums
+        self.restore(state)
+        self.model.sums, self.length.sums = seen
+
     def to_state(self) -> dict:
         """What was learned, JSON-able; running groups and what was seen since the last update are not in it."""
         return {"state_version": STATE_VERSION, "settings": dataclasses.asdict(self.settings),
@@ -294,3 +313,43 @@ class Verdicts:
             raise ValueError(f"{type(error).__name__}: {error}") from None
         self.model, self.length, self.gate = fresh.model, fresh.length, fresh.gate
         self.open = not self.gate.why_shut()
+
+
+def verdicts_of(settings: config.Segment, rng: random.Random) -> Verdicts:
+    """As a run has set them."""
+    prune = settings.prune
+    return Verdicts(Settings(cut_below=prune.verdict.cut_below, audit=prune.audit.exempt_prob,
+                             max_fraction=prune.audit.max_fraction, min_outcomes=prune.verdict.min_outcomes), rng)
+
+
+class VerdictPool:
+    """One model for the workers of a run.
+
+    A worker tells what it saw at each weight sync. An update waits for all who took part in the last one, so that it
+    takes in what was seen at the same weights; it does not wait for one that is silent until others come again. Who was
+    answered before the update has the new weights one sync later.
+    """
+
+    def __init__(self, verdicts: Verdicts):
+        self.verdicts = verdicts  # decides nothing
+        self._expected: set[int] = set()
+        self._gathered: dict[int, Lessons] = {}
+
+    def exchange(self, worker: int, lessons: Sequence | None) -> dict:
+        """The state to go on with. `lessons`: `Lessons.to_plain`; None: the worker begins and has none."""
+        if lessons is not None:
+            if worker in self._gathered:
+                self._update()
+            self._gathered[worker] = Lessons.from_plain(lessons)
+            if self._expected <= self._gathered.keys():
+                self._update()
+        else:
+            self._expected.add(worker)
+        return self.verdicts.to_state()
+
+    def _update(self) -> None:
+        first, *others = self._gathered.values()
+        for lessons in others:
+            first.add(lessons)
+        self.verdicts.update(first)
+        self._expected, self._gathered = set(self._gathered), {}

@@ -31,7 +31,7 @@ class Look(NamedTuple):  # made in a third of the time that a frozen dataclass t
     """One look, in plain numbers. Surprisals are in nats per token, the others are shares."""
 
     tokens: int
-    surprisal: float  # of the whole response
+    surprisal: float  # of all tokens that have a log-prob; NaN: of none
     recent: float  # since the last look
     distinct: float
     novel: float  # of those read at this look
@@ -57,9 +57,9 @@ class Sketches:
         self._owners: dict[tuple[int, ...], int] = {}  # 4-gram -> bits of the members that had it
         self._sketches: dict[object, Sketch] = {}
 
-    def look(self, key: object, tokens: int, newest: Sequence[int], log_prob: float, recent_log_prob: float,
-             recent_tokens: int) -> Look:
-        """`newest`: at most READ_TOKENS new tokens of a response of `tokens`; log_probs are sums, nats.
+    def look(self, key: object, tokens: int, newest: Sequence[int], log_prob: float, rows: int, recent_log_prob: float,
+             recent_rows: int) -> Look:
+        """`newest`: at most READ_TOKENS new tokens of a response of `tokens`; log_probs are sums over `rows`, nats.
 
         Whether siblings share a 4-gram is asked one look later: by then they had time to come as far.
         """
@@ -78,7 +78,8 @@ class Sketches:
         sketch.distinct += len(new)
         sketch.shared += again
         sketch.last = new
-        return Look(tokens, -log_prob / tokens, -recent_log_prob / recent_tokens if recent_tokens else 0.0,
+        return Look(tokens, -log_prob / rows if rows else math.nan,
+                    -recent_log_prob / recent_rows if recent_rows else math.nan,
                     sketch.distinct / sketch.read if sketch.read else 1.0, len(new) / read if read else 1.0,
                     sketch.shared / earlier if earlier else 0.0, again / len(last) if last else 0.0)
 

@@ -55,8 +55,12 @@ def esgrpo_set_segment_length(self, group, length, tail=False):
     return _ask_scheduler(self, "segment_set_length", 0, group, length, tail)
 
 
+def esgrpo_take_looks(self, groups):
+    return _ask_scheduler(self, "segment_take_looks", {}, groups)
+
+
 UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish, esgrpo_progress, esgrpo_take_aborted,
-             esgrpo_set_segment_length)
+             esgrpo_set_segment_length, esgrpo_take_looks)
 
 
 def apply(module) -> None:

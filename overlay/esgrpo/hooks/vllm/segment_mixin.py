@@ -49,10 +49,11 @@ class SegmentMixin:
 
     def _segment_start(self, settings) -> None:
         """Begin with an empty book; nothing may be tracked. The benchmarks change arms with it."""
+        from esgrpo import config
         from esgrpo.hooks.vllm.logprob_sums import LogprobSums
 
         tokens_per_step = 1 + (getattr(self, "num_spec_tokens", 0) or 0)
-        self.segment_book = SegmentBook(settings, tokens_per_step)
+        self.segment_book = SegmentBook(settings, tokens_per_step, config.facts()["response_length"])
         self.segment_logprobs = LogprobSums()
         # verl's server names its replica in the environment that this process was spawned with (0.8 and later)
         self.segment_replica = os.environ.get("VERL_REPLICA_RANK") or self.vllm_config.instance_id
@@ -233,6 +234,10 @@ class SegmentMixin:
         book = self.segment_book
         return {member: book.tracked[key].done_before + self.requests[key].num_output_tokens
                 for member, key in book.members_of(group).items()}
+
+    def segment_take_looks(self, groups) -> dict[str, dict[int, list]]:
+        """New looks at responses of these groups, each once."""
+        return self.segment_book.looks.take(groups)
 
     def segment_set_length(self, group: str, length: int, tail: bool) -> int:
         """Segments of this group have `length` tokens from now on; returns how many of its responses are here."""

@@ -20,6 +20,7 @@ class AuditPool:
         from esgrpo.algo.audit import Audit
         from esgrpo.algo.group_pruning import GroupPruner
         from esgrpo.algo.lessons import LessonPool
+        from esgrpo.algo.verdict import VerdictPool, verdicts_of
         from esgrpo.hooks.verl import state_files
 
         settings = config.current()
@@ -27,6 +28,22 @@ class AuditPool:
         self._file = file()
         state_files.restored("prune-audit", self._file, pruner.restore)
         self._pool = LessonPool(pruner)
+
+        self._verdicts = self._verdict_file = None
+        if settings.prune.verdict.enable:
+            verdicts = verdicts_of(settings, random.Random(settings.seed))
+            self._verdict_file = file("verdict")
+            state_files.restored("prune-verdict", self._verdict_file, verdicts.restore)
+            self._verdicts = VerdictPool(verdicts)
+
+    def teach(self, worker: int, lessons: list | None) -> dict:
+        """What all workers know of verdicts, with what this one saw since the last weight sync."""
+        from esgrpo import records
+
+        state = self._verdicts.exchange(worker, lessons)
+        if lessons is not None and self._verdict_file is not None:
+            records.save(self._verdict_file, lambda: state)
+        return state
 
     def exchange(self, worker: int, lessons: list) -> tuple[list, dict | None]:
         from esgrpo import records
@@ -38,12 +55,12 @@ class AuditPool:
         return answer
 
 
-def file() -> str | None:
+def file(of: str = "audit") -> str | None:
     """Beside the prompt history; None without a run directory, then nothing is kept."""
     from esgrpo.hooks.verl.prompts import prompt_history
 
     history = prompt_history.path()
-    return history and f"{os.path.splitext(history)[0]}-audit.json"
+    return history and f"{os.path.splitext(history)[0]}-{of}.json"
 
 
 def of_run(budget: int):

@@ -21,6 +21,9 @@ from esgrpo import config, records
 from esgrpo.algo import rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
+from esgrpo.algo.looks import ASK_EVERY_S
+from esgrpo.algo.verdict import verdicts_of
+from esgrpo.algo.verdict_features import Look
 from esgrpo.errors import EsgrpoError, say
 from esgrpo.hooks.verl import owned
 from esgrpo.hooks.verl.metrics import decision_counts
@@ -29,7 +32,7 @@ from esgrpo.hooks.verl.server.control_methods import methods
 
 ABORTED = ("aborted", "abort")  # stop reasons at which verl's client submits again
 PAYLOAD = "esgrpo"  # key in kv_transfer_params under which an engine says what its book knows of an attempt
-ADVICE = (rollout.Ask, rollout.Finish, rollout.Tell, rollout.Share)
+ADVICE = (rollout.Ask, rollout.Finish, rollout.Tell, rollout.Share, rollout.Teach)
 
 current: contextvars.ContextVar[Seat | None] = contextvars.ContextVar("esgrpo_seat", default=None)
 
@@ -66,13 +69,18 @@ class Driver:
         pruner = None
         if settings.audited:
             audit = Audit(settings.prune.audit, random.Random(f"{settings.seed}-{worker_index}"))
-            pruner = GroupPruner(settings, audit, budget)
+            verdicts = (verdicts_of(settings, random.Random(f"{settings.seed}-{worker_index}-verdict"))
+                        if settings.prune.verdict.enable else None)
+            pruner = GroupPruner(settings, audit, budget, verdicts)
         self.runs = rollout.GroupRuns(rollout.Rules(settings, budget, config.facts()["replicas"], pruner))
         self.handles: dict[object, object] = {}  # replica -> server handle
         self.rewards: dict[tuple[str, int], tuple] = {}  # (score, acc) of members whose row is written (v1)
         self.index, self._pool, self._tasks, self._said = worker_index, pool, set(), False
+        self._looks: asyncio.Task | None = None  # asks replicas for their looks while anybody runs
         if pruner is not None:
             self._carry_out([rollout.Share([])])  # what the run has learned so far
+            if pruner.verdicts is not None:
+                self._carry_out([rollout.Teach(None)])
 
     @property
     def decisions(self):
@@ -90,12 +98,33 @@ class Driver:
         actions = self.runs.on(event)
         if isinstance(event, rollout.MemberEnded) and event.group not in self.runs.groups:
             self._note()
+        if isinstance(event, rollout.Placed):
+            self._watch()
         return self._carry_out(actions)
+
+    def _watch(self) -> None:
+        pruner = self.runs.rules.pruner
+        if pruner is not None and pruner.verdicts is not None and (self._looks is None or self._looks.done()):
+            self._looks = asyncio.get_running_loop().create_task(self._ask_for_looks())
+
+    async def _ask_for_looks(self) -> None:
+        """One message a replica, for all groups that it holds members of."""
+        while self.runs.groups:
+            await asyncio.sleep(ASK_EVERY_S)
+            try:
+                await asyncio.gather(*(self._look(replica, groups) for replica, groups in self.runs.places().items()))
+            except Exception as error:
+                self._say(error, "members run on without a verdict")
+
+    async def _look(self, replica, groups: list[str]) -> None:
+        for found in await self._call([replica], "esgrpo_take_looks", groups):
+            for group, looks in found.items():
+                self.on(rollout.Looked(group, {int(number): Look(*look) for number, look in looks.items()}))
 
     def _note(self) -> None:
         """A group is over: what was decided is recorded, if anything was."""
         pruner = self.runs.rules.pruner
-        decision_counts.write("agent-loop-worker", self.decisions, {} if pruner is None else pruner.audit.reports())
+        decision_counts.write("agent-loop-worker", self.decisions, {} if pruner is None else pruner.reports())
 
     def _carry_out(self, actions: list[rollout.Action]):
         answer = None
@@ -111,7 +140,7 @@ class Driver:
     async def _advise(self, action) -> None:
         try:
             await {rollout.Ask: self._ask, rollout.Finish: self._finish, rollout.Tell: self._tell,
-                   rollout.Share: self._share}[type(action)](action)
+                   rollout.Share: self._share, rollout.Teach: self._teach}[type(action)](action)
         except Exception as error:
             self._say(error, f"the group goes on without it ({type(action).__name__})")
 
@@ -156,14 +185,22 @@ class Driver:
     async def _tell(self, action: rollout.Tell) -> None:
         await self._call(action.replicas, "esgrpo_set_segment_length", action.group, action.length, action.tail)
 
-    async def _share(self, action: rollout.Share) -> None:
+    def _pool_of_run(self):
         if self._pool is None:
             from esgrpo.hooks.verl.groups import audit_pool
 
             self._pool = audit_pool.of_run(self.runs.rules.budget)
-        if self._pool is not None:
+        return self._pool
+
+    async def _share(self, action: rollout.Share) -> None:
+        if self._pool_of_run() is not None:
             answer, = await answers([self._pool.exchange.remote(self.index, action.lessons)], "exchange")
             self.runs.on(rollout.Learned(*answer))
+
+    async def _teach(self, action: rollout.Teach) -> None:
+        if self._pool_of_run() is not None:
+            state, = await answers([self._pool.teach.remote(self.index, action.lessons)], "teach")
+            self.runs.on(rollout.Taught(state))
 
 
 def of_worker(worker, budget: int) -> Driver:

@@ -90,6 +90,8 @@ def _rules(config, found: Plan, features: frozenset[str]):
     yield from _pruning(config, segment)
     if segment.enable and segment.prune.repetition.enable:
         yield from _loops(config, segment)
+    if segment.enable and segment.prune.verdict.enable:
+        yield from _needs_log_probs(config, "prune.verdict tells failures by the log-probs of tokens, too")
     if "v1" in features:
         yield from _v1(config, segment, features)
     if features & {"pois", "sais"}:
@@ -164,13 +166,17 @@ def _pruning(config, segment: Segment):
                       f"{PREFIX}.prune.treatment={treatment} does not know a complete group's standard deviation")
 
 
-def _loops(config, segment: Segment):
-    """A loop is proven by the log-probs of its tokens, which verl asks its engines for only if it is told to."""
-    rule, rollout = segment.prune.repetition, config.actor_rollout_ref.rollout
+def _needs_log_probs(config, why: str):
+    rollout = config.actor_rollout_ref.rollout
     if not rollout.calculate_log_probs:
         rollout.calculate_log_probs = True
-        yield (f"actor_rollout_ref.rollout.calculate_log_probs: False -> True, because {PREFIX}.prune.repetition "
-               "proves a loop by the log-probs of its tokens")
+        yield f"actor_rollout_ref.rollout.calculate_log_probs: False -> True, because {PREFIX}.{why}"
+
+
+def _loops(config, segment: Segment):
+    """A loop is proven by the log-probs of its tokens, which verl asks its engines for only if it is told to."""
+    rule = segment.prune.repetition
+    yield from _needs_log_probs(config, "prune.repetition proves a loop by the log-probs of its tokens")
     if not segment.prune.audit.enable:
         yield (f"{PREFIX}.prune.repetition: nothing measures how many loops would have ended by themselves; "
                "prune.audit.enable=True exempts some of them by a coin (not with verl 0.7.0)")

@@ -61,6 +61,17 @@ async def esgrpo_set_segment_length(self, group, length, tail=False):
     return sum(await engine_call(self, "esgrpo_set_segment_length", group, length, tail))
 
 
+async def esgrpo_take_looks(self, groups):
+    """{group: {member: look}} of these groups, each look once (algo/looks.py)."""
+    from esgrpo.hooks.verl.server.control_methods import engine_call
+
+    merged = {}
+    for part in await engine_call(self, "esgrpo_take_looks", groups):
+        for group, looks in part.items():
+            merged.setdefault(group, {}).update(looks)
+    return merged
+
+
 async def esgrpo_take_aborted(self, group, member):
     """What the engine's book knew of this member's attempt when it was aborted; None when it was not."""
     from esgrpo.hooks.verl.server.control_methods import engine_call
@@ -101,8 +112,8 @@ def methods(servers, name: str) -> list:
     return found
 
 
-METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_set_segment_length, esgrpo_take_aborted, esgrpo_require_abort,
-           esgrpo_engine_reports, esgrpo_take_windows)
+METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_set_segment_length, esgrpo_take_aborted, esgrpo_take_looks,
+           esgrpo_require_abort, esgrpo_engine_reports, esgrpo_take_windows)
 
 
 def apply(module) -> None:
