@@ -76,6 +76,7 @@ class Response:
     sums: list[float]  # of log-probs up to each token
     correct: bool
     loop: int | None  # tokens at which the rule for loops ends it
+    family: str = ""  # of its prompt, where a record has several
     end: int = 0  # tokens that were decoded
     cut: str = ""  # rule
     began: int = 0  # tick
@@ -102,7 +103,8 @@ def load(path: Path, stretch: int = 1, most: int | None = None) -> tuple[int, li
         for member, row in enumerate(group["responses"]):
             tokens = [token * stretch + part for token in row["tokens"] for part in range(stretch)]
             sums = list(itertools.accumulate(-units * NATS for units in row["surprisal"] for _ in range(stretch)))
-            rows.append(Response(number, member, tokens, sums, row["correct"], loop_end(tokens, sums)))
+            rows.append(Response(number, member, tokens, sums, row["correct"], loop_end(tokens, sums),
+                                 group.get("family", "")))
         groups.append(rows)
     return record["cap"] * stretch, groups
 
@@ -261,12 +263,14 @@ def fixed(cap: int) -> Callable[[int, float], int]:
     return lambda done, finished: cap // LOOKS_IN_CAP
 
 
-def skill(groups: list[list[Response]], columns: Sequence[int], seed: int, cap: int) -> float:
-    """AUC while nothing is cut: of a rule that never has seen enough."""
+def skill(groups: list[list[Response]], columns: Sequence[int], seed: int, cap: int) -> dict[str, float]:
+    """AUC while nothing is cut, of a rule that never has seen enough: of all (""), and of each family."""
     watching = Settings(min_outcomes=NO_BOUNDARY)
     Replay(groups, columns, seed, fixed(cap), watching).run()
     later = [row for group in groups[len(groups) // 2:] for row in group]
-    return auc([(probability, row.correct) for row in later for probability in row.probabilities])
+    families = dict.fromkeys(["", *(row.family for row in later)])
+    return {family: auc([(probability, row.correct) for row in later if family in ("", row.family)
+                         for probability in row.probabilities]) for family in families}
 
 
 def task_result(path: Path, seed: int, shuffled: bool = False, settings: Settings | None = None) -> dict:
@@ -276,7 +280,10 @@ def task_result(path: Path, seed: int, shuffled: bool = False, settings: Setting
     for arm, columns in ARMS.items():
         replay = Replay(groups, columns, seed, fixed(cap), settings or Settings(), shuffled)
         found[arm] = replay.run().result()
-        found[arm]["auc"] = None if columns is None or shuffled else skill(groups, columns, seed, cap)
+        families = {} if columns is None or shuffled else skill(groups, columns, seed, cap)
+        found[arm]["auc"] = families.pop("", None)
+        if families:
+            found[arm]["auc_of_family"] = families
     return found
 
 

@@ -16,6 +16,7 @@ YIELD = {"enable": True, "segment_length": 16, "boundary": "yield"}
 SHORT_LOOPS = {"enable": True, "min_span": 32, "max_pattern_size": 4, "max_surprisal": 1.0, "check_interval": 32}
 PRUNE = {"enable": True, "prune": {"repetition": SHORT_LOOPS}}
 DOUBT = {"enable": True, "prune": {"repetition": {**SHORT_LOOPS, "max_surprisal": 0.01}}}
+VERDICTS = {"enable": True, "prune": {"verdict": {"enable": True, "check_interval": 16}, "audit": {"enable": True}}}
 QUIET = {"enable": True, "segment_length": 8}
 SCARCE = 14  # blocks of 16 tokens: four requests of 16 + 50 tokens need 20
 PRUNED_AT = 32  # looked at every 32 tokens
@@ -362,6 +363,27 @@ def a_group_is_told_its_segment_length(new):
     _finished(player)
 
 
+def looks_are_taken_at_their_distance_and_told_once(new):
+    """Without learned verdicts nobody looks; a look says what the client got until then."""
+    for segment in ({"enable": True}, VERDICTS):
+        player = new(segment)
+        for i in range(3):
+            player.add(f"r{i}", group="ab"[i // 2], member=i, max_tokens=50)
+        player.run(42)
+        found = player.scheduler.segment_take_looks(["a", "nobody"])
+        at = {i: len(player.tokens[f"r{i}"]) // 16 * 16 for i in range(2)}
+        expect(min(at.values()) >= 32, True, "members were looked at more than once")
+        expect({i: look[0] for i, look in found.get("a", {}).items()}, {} if segment is not VERDICTS else at, "looks")
+        expect(player.scheduler.segment_take_looks(["a"]), {}, "the same looks again")
+        for i, look in found.get("a", {}).items():
+            surprisal = -sum(player.logprobs[f"r{i}"][:at[i]]) / at[i]
+            expect(abs(look[1] - surprisal) < TOLERANCE, True, f"surprisal {look[1]}, {surprisal}")
+        player.run()
+        expect(player.scheduler.segment_take_looks(["a", "b"]), {}, "looks at what has ended")
+        expect(set(player.counts().values()), {50}, "tokens: a look ends nothing")
+        _finished(player)
+
+
 def without_a_decision_the_outputs_are_upstreams(new):
     seen = []
     for segment in (None, QUIET):
@@ -395,4 +417,5 @@ CASES = (
     requests_kept_over_a_weight_sync_have_new_kv_after_a_rebuild,
     blocks_computed_over_a_weight_sync_are_never_found,
     a_group_is_told_its_segment_length,
+    looks_are_taken_at_their_distance_and_told_once,
 )

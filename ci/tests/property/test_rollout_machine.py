@@ -21,7 +21,9 @@ from esgrpo import config
 from esgrpo.algo import rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
-from esgrpo.algo.terms import Outcome
+from esgrpo.algo.terms import Outcome, Rule
+from esgrpo.algo.verdict import Lessons, Settings, Verdicts
+from esgrpo.algo.verdict_features import Look
 
 GROUPS, REPLICAS, BUDGET = ("a", "b", "c"), ("r0", "r1", "r2"), 40
 SETTINGS = {
@@ -31,7 +33,9 @@ SETTINGS = {
               "audit": {"enable": True, "exempt_prob": 0.3, "min_candidates": 1, "max_false_rate": 1.0}}}
 
 
-COUNTED = ("pruning/pruned", "pruning/exempted", "segments/resubmitted")
+JUDGED = {**SETTINGS, "prune": {"verdict": {"enable": True}, "resolved": {"enable": True, "null_prob": 1.0},
+                                "audit": {**SETTINGS["prune"]["audit"], "max_fraction": 0.75}}}
+COUNTED = ("pruning/pruned", "pruning/exempted", "verdicts/pruned", "verdicts/exempted", "segments/resubmitted")
 
 
 @dataclass
@@ -48,11 +52,22 @@ class Member:
     records: int = 0
 
 
+def module_of(decision: dict) -> str:
+    module = "verdicts" if decision["rule"] == Rule.VERDICT else "pruning"
+    return f"{module}/{'pruned' if decision['prune'] else 'exempted'}"
+
+
 class Life(RuleBasedStateMachine):
+    settings: dict = SETTINGS
+
+    def new_verdicts(self, segment, seed) -> Verdicts | None:
+        return None
+
     @initialize(size=st.integers(1, 4), seed=st.integers(0, 9))
     def start(self, size, seed):
-        segment = config.parse(SETTINGS)
-        pruner = GroupPruner(segment, Audit(segment.prune.audit, random.Random(seed)), BUDGET)
+        segment = config.parse(self.settings)
+        pruner = GroupPruner(segment, Audit(segment.prune.audit, random.Random(seed)), BUDGET,
+                             self.new_verdicts(segment, seed))
         self.runs = rollout.GroupRuns(rollout.Rules(segment, BUDGET, len(REPLICAS), pruner))
         self.size, self.version, self.late = size, 0, 0
         self.happened: Counter = Counter()  # as decisions are named
@@ -65,7 +80,7 @@ class Life(RuleBasedStateMachine):
     def on(self, event):
         answer, ends = None, isinstance(event, rollout.MemberEnded)
         if ends and (decision := self.runs.response(event.group, event.member).decision):
-            self.happened[f"pruning/{'pruned' if decision['prune'] else 'exempted'}"] += 1
+            self.happened[module_of(decision)] += 1
         for action in self.runs.on(event):
             held = {member.replica for (group, _), member in self.members.items()
                     if group == getattr(action, "group", None) and member.replica is not None}
@@ -82,6 +97,8 @@ class Life(RuleBasedStateMachine):
                         member.asked = True
             elif isinstance(action, rollout.Share):
                 assert action.lessons
+            elif isinstance(action, rollout.Teach):
+                self.taught(action)
             else:
                 assert answer is None, "two answers to one event"
                 answer = action
@@ -299,8 +316,7 @@ class Life(RuleBasedStateMachine):
             return
         counts, open_ = self.runs.rules.decisions, Counter(self.happened)
         for run in self.runs.groups.values():
-            open_.update(f"pruning/{'pruned' if response.decision['prune'] else 'exempted'}"
-                         for response in run.running.values() if response.decision)
+            open_.update(module_of(response.decision) for response in run.running.values() if response.decision)
         assert {name: counts[name] for name in COUNTED} == {name: open_[name] for name in COUNTED}
 
     @invariant()
@@ -317,5 +333,67 @@ class Life(RuleBasedStateMachine):
         assert {group for group, _ in self.members} <= set(self.runs.groups)
 
 
+class JudgedLife(Life):
+    """With learned verdicts whose gate is open, and looks that come at any time, also late."""
+
+    settings = JUDGED
+
+    def new_verdicts(self, segment, seed):
+        verdicts = Verdicts(Settings(audit=0.3, max_fraction=0.75), random.Random(seed))
+        self.force(verdicts)
+        self.known, self.outcomes, self.looks = seed, 0, 0
+        return verdicts
+
+    @staticmethod
+    def force(verdicts):
+        verdicts.model.weights[0], verdicts.open = -2.5, True
+
+    def taught(self, action):
+        """The pool answers at once; what was seen is taken once."""
+        verdicts = self.runs.rules.pruner.verdicts
+        self.outcomes += len(Lessons.from_plain(action.lessons).outcomes)
+        assert verdicts.take().outcomes == [] and self.runs.rules.version <= self.version
+        state, before = verdicts.to_state(), self.runs.rules.decisions.total()
+        self.runs.on(rollout.Taught(state))
+        assert self.runs.rules.decisions.total() == before + 1 and verdicts.to_state() == state
+        self.force(verdicts)
+
+    @precondition(lambda self: self.decoding())
+    @rule(data=st.data(), surprisal=st.floats(0.0, 2.0))
+    def look(self, data, surprisal):
+        group = data.draw(st.sampled_from(self.decoding()))[0]
+        looks = {number: Look(len(member.stamps), surprisal, surprisal, 1.0, 1.0, 0.0, 0.0)
+                 for (name, number), member in self.members.items() if name == group and member.replica}
+        doomed = {number for number in looks if self.runs.response(group, number).doomed}
+        decided = {number for number in looks if self.runs.response(group, number).decision}
+        self.looks += len(looks) - len(doomed)
+        self.late += len(doomed)
+        self.on(rollout.Looked(group, looks))
+        new = {number for number in looks if self.runs.response(group, number).decision} - decided
+        assert all(self.runs.response(group, number).decision["rule"] == Rule.VERDICT for number in new)
+        assert all(self.members[group, number].asked == self.runs.response(group, number).doomed for number in new)
+        assert self.runs.rules.decisions["verdicts/looks"] == self.looks
+
+    @rule(group=st.sampled_from((*GROUPS, "nobody's")), number=st.integers(0, 5))
+    def look_too_late(self, group, number):
+        """It is handed back, or has ended: counted, and nobody is cut."""
+        member = self.members.get((group, number))
+        if member is not None and member.replica is not None:
+            return
+        before = self.runs.rules.pruner.verdicts.to_state()
+        assert self.runs.on(rollout.Looked(group, {number: Look(9, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0)})) == []
+        assert self.runs.rules.pruner.verdicts.to_state() == before
+        self.late += 1
+
+    @invariant()
+    def at_most_a_share_of_a_group_is_cut(self):
+        if hasattr(self, "runs"):
+            for watched in self.runs.rules.pruner.groups.values():
+                assert watched.pruned <= 0.75 * watched.size
+            assert set(self.runs.rules.pruner.verdicts.groups) == set(self.runs.rules.pruner.groups)
+
+
+TestJudgedLife = JudgedLife.TestCase
+TestJudgedLife.settings = settings(max_examples=settings.default.max_examples, stateful_step_count=60)
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=60)

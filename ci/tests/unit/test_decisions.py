@@ -31,8 +31,10 @@ TAILS = {**ON, "routing": {"enable": True, "tail_share": 0.25}}
 GROUPS = {"enable": True, "prune": {"resolved": {"enable": True}, "audit": {"enable": True}}}
 LOOPS = {"enable": True, "prune": {"repetition": {"enable": True}, "audit": {"enable": True}}}
 ELASTIC = {"enable": True, "elastic": {"enable": True}}
+VERDICTS = {"enable": True, "prune": {"verdict": {"enable": True}, "audit": {"enable": True}}}
 SAMPLER = {**ON, "sampler": {"enable": True}}
 KEEP = {"enable": True, "sync": {"requests": "keep"}}
+GATE = {"responses": 700, "needed_responses": 500, "shut": "no better than length"}
 REPORT = {"false_rate": 0.0, "false_rate_bound": 0.02, "outcomes": 100, "needed": 73}
 
 
@@ -72,6 +74,15 @@ def row_of(module: str, settings: dict, counts: dict = {}, **facts) -> decisions
     ("replaced", GROUPS, {}, {}, "nothing was pruned"),
     ("replaced", GROUPS, {"pruning/pruned": 4}, {}, "each pruned group kept a gradient"),
     ("replaced", GROUPS, {"pruning/pruned": 4}, {"trainer": "sync"}, "trainer_mode=sync submits another prompt"),
+    ("verdicts", VERDICTS, {}, {}, "no response was looked at"),
+    ("verdicts", VERDICTS, {"verdicts/looks": 9}, {}, "9 looks, but no weight sync"),
+    ("verdicts", VERDICTS, {"verdicts/looks": 9}, {"audit": {"verdict": {**GATE, "responses": 3}}},
+     "3 of 500 responses"),
+    ("verdicts", VERDICTS, {"verdicts/looks": 9}, {"audit": {"verdict": GATE}}, "stayed shut: no better than length"),
+    ("verdicts", VERDICTS, {"verdicts/looks": 9}, {"audit": {"verdict": {**GATE, "shut": ""}}}, "since it would open"),
+    ("verdicts", VERDICTS, {"verdicts/looks": 9, "verdicts/gate_open": 1}, {}, "no candidate"),
+    ("verdicts", VERDICTS, {"verdicts/looks": 9, "verdicts/gate_open": 1, "verdicts/exempted": 2}, {},
+     "all 2 candidates"),
     ("elastic", ELASTIC, {}, {"replicas": 4}, "soft boundaries and no tail replicas: nobody is handed back"),
     ("elastic", {**TAILS, **ELASTIC}, {}, {"replicas": 1}, "one replica"),
     ("elastic", {**ELASTIC, "boundary": "yield"}, {}, {}, "no group was told another length"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import random
@@ -287,3 +288,39 @@ def test_what_is_written_is_read(tmp_path):
 def test_a_task_that_is_not_recorded_is_said_in_one_line(capsys):
     assert bench.main(["--task", "none"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+# Samples of a pre-trained model
+
+def kept_file(path):
+    sample = {"ids": [5, 6, 7], "logprobs": [-0.1, -0.2, 0.0], "reward": 1.0}
+    groups = [{"family": family, "samples": [sample, {**sample, "reward": 0.0}]} for family in "aabb"]
+    path.write_bytes(gzip.compress(json.dumps({"prompts": 2, "samples": 2, "cap": 64, "seed": 3, "split": "val",
+                                               "groups": groups}).encode()))
+    return path
+
+
+def test_kept_samples_become_a_record_in_which_families_take_turns(tmp_path):
+    out = tmp_path / "groups.json.gz"
+    arguments = [str(kept_file(tmp_path / "kept.json.gz")), "--model", "M", "--out", str(out)]
+    assert recorded_groups.main(arguments) == 0
+    record, first = recorded_groups.read(out), out.read_bytes()
+    assert [group["family"] for group in record["groups"]] == ["a", "b", "a", "b"] and record["cap"] == 64
+    assert record["groups"][0]["responses"] == [
+        {"tokens": [5, 6, 7], "surprisal": [10, 20, 0], "correct": correct} for correct in (True, False)]
+    assert recorded_groups.main(arguments) == 0 and out.read_bytes() == first
+
+
+def test_samples_without_log_probs_are_refused_in_one_line(tmp_path, capsys):
+    kept = tmp_path / "kept.json.gz"
+    kept.write_bytes(gzip.compress(json.dumps({"groups": [{"family": "a", "samples": [{"ids": [1]}]}]}).encode()))
+    assert recorded_groups.main([str(kept), "--model", "M", "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said.count(" | ") == 4 and "logprobs" in said and not (tmp_path / "out").exists()
+
+
+def test_the_real_model_is_held_out_and_its_score_knows_more_than_length():
+    cap, groups = bench.load(bench.RESULTS / "groups_pretrained.json.gz")
+    ours, length = (bench.skill(groups, bench.ARMS[arm], 0, cap) for arm in ("learned", "length"))
+    assert set(ours) == {"", "gcd", "chain_sum", "lcm", "prime_factorization"}
+    assert ours[""] > length[""] and ours["lcm"] > length["lcm"]
