@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from esgrpo.algo.calibration import Calibration
+from esgrpo.algo.experience import Overflow
 from esgrpo.algo.failures import FailedPrompts, FailureStreak
 from esgrpo.algo.resuming import InFlight
 
@@ -52,6 +53,13 @@ class InFlightPrompts:
     """Of the rollouter."""
 
     ledger: InFlight = field(default_factory=InFlight)  # prompts that were drawn and have not ended
+
+
+@dataclass
+class Queue:
+    """Of the fully-async message queue."""
+
+    overflow: Overflow = field(default_factory=Overflow)
 
 
 @dataclass

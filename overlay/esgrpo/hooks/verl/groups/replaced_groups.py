@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
-
 from esgrpo.engine import Hook
 
 HOOK = Hook(
@@ -23,19 +21,15 @@ HOOK = Hook(
     without=(("==0.7.0", "audited pruning is refused"),),
 )
 
-# the group that the running task is about to put; every group has a task, and so a context, of its own
-_CURRENT: contextvars.ContextVar = contextvars.ContextVar("esgrpo_rollout_sample", default=None)
-
 
 async def around(call):
+    from esgrpo.hooks.verl.buffer import in_hand
+
     rollouter, sample = call.owner, call.arguments["rollout_sample"]
     if not isinstance(rollouter.message_queue_client, Filter):
         rollouter.message_queue_client = Filter(rollouter, rollouter.message_queue_client)
-    token = _CURRENT.set(sample)
-    try:
+    with in_hand.holding(sample):
         return await call()
-    finally:
-        _CURRENT.reset(token)
 
 
 class Filter:
@@ -48,7 +42,9 @@ class Filter:
         return getattr(self._client, name)
 
     async def put_sample(self, *args, **kwargs):
-        sample = _CURRENT.get()
+        from esgrpo.hooks.verl.buffer import in_hand
+
+        sample = in_hand.sample()
         if sample is not None and replace(self._rollouter, sample):
             return True  # "put": neither the group nor an older one was dropped for want of room
         return await self._client.put_sample(*args, **kwargs)

@@ -24,12 +24,14 @@ HOOK = Hook(
 
 
 async def around(call):
+    from esgrpo.hooks.verl.buffer import in_hand
     from esgrpo.hooks.verl.prompts import in_flight
 
     rollouter = call.owner
     sample = call.arguments["rollout_sample"]
     try:
-        result = await call()
+        with in_hand.holding(sample):
+            result = await call()
     except Exception as error:
         if not give_up(rollouter, sample, error):
             raise

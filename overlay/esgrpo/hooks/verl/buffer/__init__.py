@@ -1,0 +1,1 @@
+"""Finished samples between verl's rollouter and its trainer."""
