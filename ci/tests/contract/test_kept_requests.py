@@ -14,9 +14,7 @@ import pytest
 
 from ci.tests.contract import patch_tree
 from esgrpo.call import wrapped
-from esgrpo.hooks.verl import owned
-from esgrpo.hooks.verl.server import control_methods
-from esgrpo.hooks.verl.sync import kept_requests, rebalance_aborts
+from esgrpo.hooks.verl.sync import kept_requests
 
 METHODS = ("abort_all_requests", "resume_generation", "resume_engine_generation", "open_submission_gate",
            "_park_until_admitted", "release_kv_cache", "resume_kv_cache")
@@ -137,7 +135,6 @@ def test_nobody_waits_for_first_tokens(make):
     (lambda s: vars(s).update(engine=OldEngine()), "no pause_generation(mode=\"keep\")"),
     (lambda s: vars(s.engine.engine_core).update(core_engines=[b"0", b"1"]), "several data-parallel engines"),
     (lambda s: vars(s.engine).update(vllm_config=SimpleNamespace(kv_transfer_config=1)), "KV is transferred"),
-    (lambda s: vars(owned.of(s, owned.Server)).update(abort_required=True), "being rebalanced"),
 ])
 def test_elsewhere_verl_aborts_and_one_line_says_why(make, capsys, change, said):
     server = make()
@@ -167,37 +164,3 @@ def test_a_headless_node_has_nothing_to_keep(make):
     server = make()
     server.node_rank, server.engine = 1, None
     assert asyncio.run(server.abort_all_requests()) == {"aborted_count": 0, "request_ids": []}
-
-
-@pytest.mark.hook("rebalance-aborts")
-def test_rebalancing_gets_its_abort(make):
-    """The servers are told before the first abort and after the last, also when rebalancing fails."""
-    server, seen = make(), []
-
-    class Handle:
-        """The server as a Ray actor handle, as far as it is called."""
-
-        class esgrpo_require_abort:
-            @staticmethod
-            def remote(required):
-                return control_methods.esgrpo_require_abort(server, required)
-
-    class Rollouter:
-        llm_server_manager = SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[Handle])])
-
-        async def rebalance_requests(self, fails):
-            seen.append((await server.abort_all_requests())["aborted_count"])
-            if fails:
-                raise TimeoutError
-            return "diagnostics"
-
-    async def scene():
-        await Rollouter.rebalance_requests(Rollouter(), False)  # negative control: nothing would be aborted
-        hooked = wrapped(rebalance_aborts, Rollouter.rebalance_requests)
-        assert await hooked(Rollouter(), False) == "diagnostics"
-        with pytest.raises(TimeoutError):
-            await hooked(Rollouter(), True)
-        seen.append((await server.abort_all_requests())["aborted_count"])
-
-    asyncio.run(scene())
-    assert seen == [0, 2, 2, 0]

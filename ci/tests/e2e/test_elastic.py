@@ -34,9 +34,9 @@ PROMPTS, EXEMPT = 120, 0.3
 # Hooks that only this run needs, beside those of test_fully_async.
 EXPECTED = {
     "rollouter": {"prompt-forecasts", "prompt-queue", "prompt-sampler", "resolved-groups-are-replaced",
-                  "rebalance-aborts"},
+                  "rebalance-moves-the-surplus"},
     "trainer": {"keep-probabilities-reach-estimator"},
-    "vllm-server": {"kept-requests", "token-outputs", "first-and-last-output"},
+    "vllm-server": {"kept-requests", "standalone-cache-stays", "token-outputs", "first-and-last-output"},
 }
 
 

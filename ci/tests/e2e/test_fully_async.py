@@ -37,13 +37,13 @@ NEVER_WAIT = 4.0  # staleness at which the rollouter still generates whenever th
 
 # Every hook that this run needs, by the kind of process that needs it.
 EXPECTED = {
-    "rollouter": {"rollouter-windows", "rollouter-failure-is-loud", "server-control"},
+    "rollouter": {"rollouter-windows", "rollouter-failure-is-loud", "server-control", "oldest-sample-first"},
     "trainer": {"trained-rows", "register-grpo-segment", "metrics-keep-prefix"},
     "agent-loop-worker": {"client-attempts", "group-members", "pruned-rows-are-masked"},
     "actor-worker": {"register-policy-losses", "policy-loss-context", "cpu-process-group"},
     "vllm-server": {"server-control", "server-weight-version"},
     "engine-core": {"segment-scheduler", "engine-core-utilities", "cpu-linear-reloads"},
-    "task-runner": {"worker-handshake"},
+    "task-runner": {"worker-handshake", "queue-drops-nothing"},
 }
 
 CPU_ONLY = set() if stack.DEVICE == "cpu" else {"cpu-process-group", "cpu-linear-reloads"}

@@ -236,3 +236,19 @@ def _least(names: Iterable[str], in_flight: Mapping[str, int], rng: random.Rando
     fewest = min(in_flight[name] for name in ordered)
     equal: Sequence[str] = [name for name in ordered if in_flight[name] == fewest]
     return equal[0] if len(equal) == 1 else rng.choice(equal)
+
+
+def surplus(in_flight: Mapping[str, int]) -> dict[str, int]:
+    """Requests that each replica has above its share, without those that have none: as few as possible move.
+
+    Shares differ by one at most; the fullest replicas have the larger ones.
+    """
+    ordered = sorted(in_flight, key=lambda name: (-in_flight[name], name))
+    share, larger = divmod(sum(in_flight.values()), max(1, len(ordered)))
+    above = {name: in_flight[name] - share - (place < larger) for place, name in enumerate(ordered)}
+    return {name: count for name, count in above.items() if count > 0}
+
+
+def cheapest_to_move(tokens: Mapping[str, int], count: int) -> list[str]:
+    """`count` requests, or all, of the fewest tokens (prompt and response), which the next replica prefills again."""
+    return sorted(tokens, key=lambda request: (tokens[request], request))[:max(0, count)]

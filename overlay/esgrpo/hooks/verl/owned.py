@@ -142,7 +142,6 @@ class Server:
     """Of a vLLM server."""
 
     windows: list[dict] = field(default_factory=list)  # rows.EngineWindow of those closed and not yet asked for
-    abort_required: bool = False  # while requests are rebalanced: a weight sync keeps none
 
 
 @dataclass

@@ -48,6 +48,7 @@ async def generate_resuming(client, request_id, *, prompt_ids, sampling_params, 
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
     from verl.workers.rollout.replica import TokenOutput
 
+    from esgrpo import config as settings
     from esgrpo.algo.resuming import ResumeWait
     from esgrpo.hooks.verl.groups.rollout_driver import ABORTED
 
@@ -60,8 +61,9 @@ async def generate_resuming(client, request_id, *, prompt_ids, sampling_params, 
         budget = client._configured_response_length()
     training = getattr(client.config, "async_training", None)
     resumes = training is None or training.partial_rollout  # verl's v1 trainers have no such section and always resume
-    # rebalancing among hybrid replicas polls until the load balancer has seen no request in flight
-    wait = ResumeWait(steady=bool(getattr(training, "use_dynamic_resource_scheduling", False)))
+    # verl's rebalancing among hybrid replicas polls until no request is in flight; with kept requests ours does not
+    lends = bool(getattr(training, "use_dynamic_resource_scheduling", False))
+    wait = ResumeWait(steady=lends and not settings.current().keeps)
     total = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
     while True:
         if budget is not None:

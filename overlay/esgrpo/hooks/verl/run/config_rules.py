@@ -119,11 +119,17 @@ def _kept_requests(config):
         yield aborts + "the servers of this verl cancel requests by themselves"
     elif not replicas.get("nnodes") or not replicas.get("n_gpus_per_node"):
         yield aborts + "there are no standalone replicas (rollout.nnodes, rollout.n_gpus_per_node)"
-    elif fully_async.get("use_dynamic_resource_scheduling") and rollout.free_cache_engine:
-        yield aborts + "hybrid replicas (async_training.use_dynamic_resource_scheduling) need free_cache_engine=True"
-    elif rollout.free_cache_engine:
+    elif rollout.free_cache_engine and not _has_hybrids(config):
         yield Setting(f"{ROLLOUT}.free_cache_engine", False,
                       "segment.sync.requests=keep leaves requests with their KV cache in the engine")
+
+
+def _has_hybrids(config) -> bool:
+    """Replicas that share the trainer's memory and free it for training: their setting stays (`standalone_cache`)."""
+    fully_async = config.get("async_training")
+    if fully_async is not None:
+        return bool(fully_async.get("use_dynamic_resource_scheduling") or fully_async.get("use_trainer_do_validate"))
+    return bool(config.actor_rollout_ref.get("hybrid_engine", True))
 
 
 # denominators that do not depend on which rows were kept; their losses are sums over a row's tokens

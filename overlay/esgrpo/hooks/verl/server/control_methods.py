@@ -79,11 +79,19 @@ async def esgrpo_take_aborted(self, group, member):
     return next((payload for payload in await engine_call(self, "esgrpo_take_aborted", group, member) if payload), None)
 
 
-async def esgrpo_require_abort(self, required):
-    """While `required`, a weight sync's "keep" is off: the caller counts on requests that come back."""
-    from esgrpo.hooks.verl import owned
+async def esgrpo_hand_back(self, count):
+    """Abort `count` requests, so that their clients go on with them at another replica; returns how many there were."""
+    from esgrpo.algo.routing import cheapest_to_move
 
-    owned.of(self, owned.Server).abort_required = required
+    if self.node_rank != 0:
+        return 0
+    tokens: dict[str, int] = {}  # by the caller's id; vLLM before it randomised ids has that one alone
+    for state in self.engine.output_processor.request_states.values():
+        mine = getattr(state, "external_req_id", state.request_id)
+        tokens[mine] = tokens.get(mine, 0) + state.prompt_len + state.detokenizer.num_output_tokens()
+    leaving = cheapest_to_move(tokens, count)
+    await self.engine.abort(leaving)
+    return len(leaving)
 
 
 async def esgrpo_engine_reports(self):
@@ -113,7 +121,7 @@ def methods(servers, name: str) -> list:
 
 
 METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_set_segment_length, esgrpo_take_aborted, esgrpo_take_looks,
-           esgrpo_require_abort, esgrpo_engine_reports, esgrpo_take_windows)
+           esgrpo_hand_back, esgrpo_engine_reports, esgrpo_take_windows)
 
 
 def apply(module) -> None:

@@ -51,7 +51,6 @@ def reason_to_abort(server, reject_request: bool = False) -> str | None:
     import inspect
 
     from esgrpo import config, engine
-    from esgrpo.hooks.verl import owned
 
     lost = engine.out_of_action("engine-core-utilities", "segment-scheduler", "segment-scheduler-by-class")
     parameters = inspect.signature(server.engine.pause_generation).parameters
@@ -60,8 +59,6 @@ def reason_to_abort(server, reject_request: bool = False) -> str | None:
         return f"{lost}: nothing would know the version of a token"
     if reject_request:
         return "the replica leaves the rotation"
-    if owned.of(server, owned.Server).abort_required:
-        return "requests are being rebalanced over replicas"
     if server.rollout_mode.name != "STANDALONE":
         return f"the replica is {server.rollout_mode.name.lower()}, it shares its memory with the trainer"
     if server.config.free_cache_engine:
