@@ -46,9 +46,10 @@ from bench.common.provenance import commit  # noqa: E402
 from bench.common.recorded_groups import NATS, read  # noqa: E402
 from esgrpo.algo.calibration import ranks  # noqa: E402
 from esgrpo.algo.elastic import ideal_length  # noqa: E402
+from esgrpo.algo.looks import Looks  # noqa: E402
 from esgrpo.algo.segments import PRUNE, SegmentBook  # noqa: E402
 from esgrpo.algo.verdict import CUT, Settings, Verdicts  # noqa: E402
-from esgrpo.algo.verdict_features import FEATURES, LENGTH_FEATURES, READ_TOKENS, SIBLING_FEATURES, Sketches  # noqa: E402
+from esgrpo.algo.verdict_features import FEATURES, LENGTH_FEATURES, SIBLING_FEATURES, Glance  # noqa: E402
 from esgrpo.config import Elastic, Prune, Repetition, Segment  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
@@ -121,7 +122,7 @@ class Replay:
             random.Random(seed).shuffle(labels)
         self.label = {(row.group, row.member): label for row, label in zip(rows, labels, strict=True)}
         self.rule = None if columns is None else Verdicts(settings, random.Random(seed), columns)
-        self.sketches: dict[int, Sketches] = {}
+        self.engine = Looks()
         self.left = [len(group) for group in groups]
         self.looks = self.closed = self.open_syncs = 0
         self.events: list[tuple[int, int, int, int, str]] = []  # tick, order, group, member, what
@@ -182,9 +183,9 @@ class Replay:
 
     def _leave(self, row: Response, tick: int) -> None:
         self.left[row.group] -= 1
+        self.engine.ended((row.group, row.member), str(row.group), not self.left[row.group])
         if not self.left[row.group] and self.rule is not None:
             self.rule.close(str(row.group))
-            self.sketches.pop(row.group, None)
             self.closed += 1
             if self.closed % SYNC_GROUPS == 0:
                 self.rule.update(self.rule.take())
@@ -192,18 +193,16 @@ class Replay:
         self._begin(tick)
 
     def _look(self, group: int, rows: list[Response], tick: int) -> None:
-        sketches, seen = self.sketches.setdefault(group, Sketches()), {}
+        name = str(group)
         for row in rows:
-            at = tick - row.began
-            before = row.sums[row.looked - 1] if row.looked else 0.0
-            newest = row.tokens[max(row.looked, at - READ_TOKENS):at]
-            seen[row.member] = sketches.look(row.member, at, newest, row.sums[at - 1], at,
-                                             row.sums[at - 1] - before, at - row.looked)
-            row.looked = at
+            at = row.looked = tick - row.began
+            self.engine.look((group, row.member), name, row.member, at, row.tokens[:at], (row.sums[at - 1], at))
         self.looks += len(rows)
-        decided = self.rule.look(str(group), seen)
+        seen = self.engine.take([name])[name]
+        decided = self.rule.looks(name, {member: [Glance(*glance) for glance in glances]
+                                         for member, glances in seen.items()})
         for row in rows:
-            latest = self.rule.groups[str(group)].members[row.member].rows[-1]
+            latest = self.rule.groups[name].members[row.member].rows[-1]
             row.probabilities.append(self.rule.model.probability(latest))
             if row.member in decided and decided[row.member].what == CUT:
                 row.end = tick - row.began
@@ -288,20 +287,21 @@ def task_result(path: Path, seed: int, shuffled: bool = False, settings: Setting
 
 
 def look_cost(path: Path, repeats: int = 5) -> float:
-    """Microseconds of a look in an engine (`Sketches.look`): the median, in the best of so many passes."""
+    """Microseconds of a look in an engine (`Looks.look`): the median, in the best of so many passes."""
     cap, groups = load(path)
     distance = cap // LOOKS_IN_CAP
     best = float("inf")
     for _ in range(repeats):
         taken = []
-        for group in groups[:LOOK_GROUPS]:
-            sketches = Sketches()
+        looks = Looks()
+        for number, group in enumerate(groups[:LOOK_GROUPS]):
+            name = str(number)
             for at in range(distance, cap, distance):
                 for row in group:
                     if at < len(row.tokens):
-                        newest, total = row.tokens[max(0, at - READ_TOKENS):at], row.sums[at - 1]
+                        tokens, sums, key = row.tokens[:at], (row.sums[at - 1], at), (number, row.member)
                         began = time.perf_counter()
-                        sketches.look(row.member, at, newest, total, at, total, distance)
+                        looks.look(key, name, row.member, at, tokens, sums)
                         taken.append(time.perf_counter() - began)
         best = min(best, median(taken))
     return best * 1e6

@@ -23,7 +23,7 @@ from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.terms import Outcome, Rule
 from esgrpo.algo.verdict import Lessons, Settings, Verdicts
-from esgrpo.algo.verdict_features import Look
+from esgrpo.algo.verdict_features import Glance
 
 GROUPS, REPLICAS, BUDGET = ("a", "b", "c"), ("r0", "r1", "r2"), 40
 SETTINGS = {
@@ -359,14 +359,15 @@ class JudgedLife(Life):
         self.force(verdicts)
 
     @precondition(lambda self: self.decoding())
-    @rule(data=st.data(), surprisal=st.floats(0.0, 2.0))
-    def look(self, data, surprisal):
+    @rule(data=st.data(), surprisal=st.floats(0.0, 2.0), count=st.integers(1, 3))
+    def look(self, data, surprisal, count):
         group = data.draw(st.sampled_from(self.decoding()))[0]
-        looks = {number: Look(len(member.stamps), surprisal, surprisal, 1.0, 1.0, 0.0, 0.0)
+        looks = {number: [Glance(len(member.stamps) - older, [older, 1, 2, 3], surprisal, surprisal)
+                          for older in reversed(range(count))]
                  for (name, number), member in self.members.items() if name == group and member.replica}
         doomed = {number for number in looks if self.runs.response(group, number).doomed}
         decided = {number for number in looks if self.runs.response(group, number).decision}
-        self.looks += len(looks) - len(doomed)
+        self.looks += count * (len(looks) - len(doomed))
         self.late += len(doomed)
         self.on(rollout.Looked(group, looks))
         new = {number for number in looks if self.runs.response(group, number).decision} - decided
@@ -381,7 +382,7 @@ class JudgedLife(Life):
         if member is not None and member.replica is not None:
             return
         before = self.runs.rules.pruner.verdicts.to_state()
-        assert self.runs.on(rollout.Looked(group, {number: Look(9, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0)})) == []
+        assert self.runs.on(rollout.Looked(group, {number: [Glance(9, [1], 0.0, 0.0)]})) == []
         assert self.runs.rules.pruner.verdicts.to_state() == before
         self.late += 1
 

@@ -103,8 +103,17 @@ def test_a_module_that_is_on_and_decided_nothing_says_why(module, settings, coun
     row = row_of(module, settings, counts, **facts)
     assert row.on and row.decided == 0 and reason in row.reason, row.reason
     named = next(one for one in decisions.MODULES if one.name == module).counted[0]
-    assert row_of(module, settings, {**counts, named: 5}, **facts) == decisions.Row(module, row.switch, True, 5)
+    decided = row_of(module, settings, {**counts, named: 5}, **facts)
+    assert (decided.on, decided.decided, bool(decided.reason)) == (True, 5, module == "verdicts")
     assert not row_of(module, {"observe": True}, counts, **facts).reason  # off: there is nothing to explain
+
+
+def test_verdicts_say_what_became_of_candidates_and_of_the_gate():
+    counts = {f"verdicts/{name}": number for name, number in {
+        "looks": 90, "pruned": 4, "exempted": 3, "false": 1, "let_go": 2, "gate_open": 5, "gate_shut": 6}.items()}
+    for gate, said in (({"open": True}, "now open"), ({"open": False, "shut": "false cuts"}, "now shut: false cuts")):
+        assert row_of("verdicts", VERDICTS, counts, audit={"verdict": gate}).reason == (
+            "90 looks; 4 cut, 3 spared by the coin (1 of them right), 2 let go; gate open at 5 of 11 weight syncs, " + said)
 
 
 @pytest.mark.parametrize("profile", list(config.PROFILES))

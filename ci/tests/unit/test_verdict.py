@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bench import verdict as bench
 from bench.common import recorded_groups
 from esgrpo.algo.verdict import CUT, WATCH, Gate, Lessons, Outcome, Settings, Verdicts
-from esgrpo.algo.verdict_features import FEATURES, LARGEST, READ_TOKENS, Look, Siblings, Sketches, vector
+from esgrpo.algo.verdict_features import FEATURES, LARGEST, READ_TOKENS, Glance, Look, Siblings, Sketches, vector
 from esgrpo.algo.verdict_model import Logistic, Sums
 
 SIZE = len(FEATURES)
@@ -40,7 +40,7 @@ def test_a_look_counts_what_sets_would(windows):
     sketches, seen, read, earlier = Sketches(), set(), 0, 0
     for turn, window in enumerate(windows):
         grams = {tuple(window[at:at + 4]) for at in range(len(window) - 3)}
-        looks = [sketches.look(key, 10, window, -1.0, 10, -1.0, 10) for key in "ab"]
+        looks = [sketches.look(key, Glance(10, window, 0.1, 0.1)) for key in "ab"]
         new = len(grams - seen)
         seen |= grams
         read += max(0, len(window) - 3)
@@ -54,7 +54,7 @@ def test_a_look_counts_what_sets_would(windows):
 
 def test_a_member_alone_shares_nothing():
     sketches = Sketches()
-    looks = [sketches.look(0, 8, [1, 2, 3, 4, 5, 6, 7, 8], -1.0, 8, -1.0, 8) for _ in range(3)]
+    looks = [sketches.look(0, Glance(8, [1, 2, 3, 4, 5, 6, 7, 8], 0.1, 0.1)) for _ in range(3)]
     assert [look.shared for look in looks] == [0.0] * 3 and [look.novel for look in looks] == [1.0, 0.0, 0.0]
 
 
@@ -173,6 +173,19 @@ def test_at_most_half_of_a_group_is_cut_and_nobody_is_decided_twice(size, bounda
     assert len(cut) <= size / 2 and (is_open or not cut)
     assert all(0 < decision.keep_probability <= 1 for decision in decided.values())
     assert all(decision.keep_probability == 1 for decision in decided.values() if decision.what == WATCH)
+
+
+def test_only_the_newest_of_several_looks_decides_and_all_are_learned_from():
+    verdicts = rule(Settings(audit=1e-9))
+    verdicts.watch("g", 4)
+    glances = {0: [Glance(10, [1, 2, 3, 4], 0.1, 0.1), Glance(20, [1, 2, 3, 4], 0.1, 0.1)],
+               1: [Glance(10, [1, 2, 3, 4], 0.1, 0.1)], 2: []}
+    decided = verdicts.looks("g", glances, kept={1})
+    assert {number: decision.what for number, decision in decided.items()} == {0: CUT, 1: WATCH}
+    rows = {number: member.rows for number, member in verdicts.groups["g"].members.items()}
+    assert {number: len(found) for number, found in rows.items()} == {0: 2, 1: 1}
+    novel = FEATURES.index("novel 4-grams")
+    assert [row[novel] for row in rows[0]] == [1.0, 0.0]
 
 
 def test_loops_that_were_cut_count_towards_the_half():

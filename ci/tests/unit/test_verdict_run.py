@@ -43,14 +43,13 @@ def test_a_book_looks_at_multiples_of_the_distance_of_the_whole_response(tokens,
     for count in range(1, len(tokens) + 1):
         for key in book.advance():
             assert book.look(key, tokens[:count], (-0.5 * count, count)).outcome == CONTINUE
-        for look in book.looks.take(["g"]).get("g", {}).values():
-            seen.append(look[0])
-            assert look[1] == look[2] == 0.5 and count - last <= interval
+            seen.append((before + count, tokens[max(last, count - READ_TOKENS):count], 0.5, 0.5))
             last = count
-    wanted = [total for total in range(before + 1, before + len(tokens) + 1) if total % interval == 0]
-    assert seen == wanted
+    assert [total for total, *_ in seen] == [total for total in range(before + 1, before + len(tokens) + 1)
+                                             if total % interval == 0]
+    assert book.looks.take(["g"]) == ({"g": {3: [list(glance) for glance in seen]}} if seen else {})
     book.close("k", len(tokens))
-    assert (book.looks._sketches, book.looks._last, book.looks._kept) == ({}, {}, {})
+    assert (book.looks._last, book.looks._kept) == ({}, {})
 
 
 def test_nobody_looks_where_verdicts_are_off():
@@ -62,23 +61,21 @@ def test_nobody_looks_where_verdicts_are_off():
 def test_what_has_no_log_prob_says_so():
     looks = Looks()
     looks.look("k", "g", 0, 10, list(range(10)), (0.0, 0))
-    assert all(map(math.isnan, looks.take(["g"])["g"][0][1:3]))
+    assert all(map(math.isnan, looks.take(["g"])["g"][0][0][2:]))
 
 
-def test_the_newer_look_counts_and_a_member_keeps_what_was_read_over_attempts():
+def test_looks_wait_until_they_are_asked_for_and_go_with_their_group():
     looks, tokens = Looks(), list(range(3 * READ_TOKENS))
-    looks.look("k", "g", 0, 10, tokens[:10], (-10.0, 10))
-    looks.look("k", "g", 0, 20, tokens[:20], (-30.0, 20))
-    assert looks.take(["g"])["g"][0][:3] == [20, 1.5, 2.0]
+    for count in (10, 20):
+        looks.look("k", "g", 0, count, tokens[:count], (-0.05 * count * count, count))
     looks.look("sibling", "g", 1, 10, tokens[:10], (-10.0, 10))
+    assert looks.take(["g", "nobody"]) == {"g": {
+        0: [[10, tokens[:10], 0.5, 0.5], [20, tokens[10:20], 1.0, 1.5]], 1: [[10, tokens[:10], 1.0, 1.0]]}}
+    assert looks.take(["g"]) == {}
+    looks.look("k", "g", 0, 70, tokens[:70], (-70.0, 70))
     looks.ended("k", "g", was_last=False)
-    looks.look("again", "g", 0, 30, tokens[:10], (-10.0, 10))  # the same tokens: none of their 4-grams is new
-    assert looks.take(["g"])["g"][0][:5] == [30, 1.0, 1.0, *looks_again(tokens)]
-
-
-def looks_again(tokens):
-    grams = [tuple(tokens[at:at + 4]) for at in range(7)] + [tuple(tokens[at:at + 4]) for at in range(10, 17)]
-    return [len(set(grams)) / (len(grams) + 7), 0.0]
+    looks.ended("sibling", "g", was_last=True)
+    assert looks.take(["g"]) == {} and (looks._last, looks._kept) == ({}, {})
 
 
 # One model
@@ -182,7 +179,7 @@ class Server:
         self.asked.append(groups)
         if len(self.asked) <= self.fails:
             raise ConnectionError("the server is gone")
-        return {group: {0: [64, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0]} for group in groups}
+        return {group: {0: [[64, [1, 2, 3, 4], 0.5, 0.5]]} for group in groups}
 
     async def _finish_group(self, group, members, rule):
         self.ended.append((group, members, rule))

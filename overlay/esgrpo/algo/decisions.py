@@ -43,13 +43,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Module:
-    """`counted`: names of the counts that are decisions. `why` is asked where these are all 0."""
+    """`counted`: names of the counts that are decisions. `why` is asked where these are all 0, else `more`."""
 
     name: str
     switch: str  # keys of `segment` that switch it on
     on: Callable[[Segment], bool]
     counted: tuple[str, ...]
     why: Callable[[Run], str]
+    more: Callable[[Run], str] = lambda run: ""
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,15 @@ def _why_verdicts(run: Run) -> str:
     return f"the coin let {'its only candidate' if exempted == 1 else f'all {exempted} candidates'} run"
 
 
+def _more_of_verdicts(run: Run) -> str:
+    count, report = {name: run.count(f"verdicts/{name}") for name in (
+        "looks", "pruned", "exempted", "false", "let_go", "gate_open", "gate_shut")}, run.audit.get(Rule.VERDICT) or {}
+    gate = "open" if report.get("open") else f"shut: {report.get('shut') or 'unknown'}"
+    return (f"{count['looks']} looks; {count['pruned']} cut, {count['exempted']} spared by the coin ({count['false']} of "
+            f"them right), {count['let_go']} let go; gate open at {count['gate_open']} of "
+            f"{count['gate_open'] + count['gate_shut']} weight syncs, now {gate}")
+
+
 def _why_replaced(run: Run) -> str:
     if not run.count("pruning/pruned"):
         return "nothing was pruned"
@@ -200,7 +210,7 @@ MODULES = (
            lambda s: s.enable and (s.prune.resolved.enable or s.prune.finish_group_after > 0), ("pruning/pruned",),
            _why_pruning),
     Module(VERDICTS, "prune.verdict.enable", lambda s: s.enable and s.prune.verdict.enable, ("verdicts/pruned",),
-           _why_verdicts),
+           _why_verdicts, _more_of_verdicts),
     Module(REPLACED, "prune.resolved.enable", lambda s: s.enable and s.prune.resolved.enable, ("replaced/groups",),
            _why_replaced),
     Module(ELASTIC, "elastic.enable", lambda s: s.enable and s.elastic.enable, ("elastic/told",), _why_elastic),
@@ -234,7 +244,8 @@ def table(run: Run, recorded: bool = True) -> list[Row]:
         if not recorded:
             rows.append(Row(module.name, module.switch, on, None, "not recorded"))
         else:
-            rows.append(Row(module.name, module.switch, on, number, module.why(run) if on and not number else ""))
+            reason = (module.more if number else module.why)(run) if on else ""
+            rows.append(Row(module.name, module.switch, on, number, reason))
     return rows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from esgrpo import config
@@ -11,7 +11,7 @@ from esgrpo.algo.audit import COIN, Audit, Candidate, Verdict
 from esgrpo.algo.terms import Rule, Treatment
 from esgrpo.algo.treatment import Rewards
 from esgrpo.algo.verdict import Verdicts
-from esgrpo.algo.verdict_features import Look
+from esgrpo.algo.verdict_features import Glance
 
 OUTCOME, PASSED_BY, LENGTH = "outcome", "passed-by", "length"  # kinds of lessons
 STATE_VERSION = 1  # of what `GroupPruner.to_state` returns
@@ -243,7 +243,7 @@ class GroupPruner:
         decided = watched.decided[member] = Decided(tossed, tokens, treatment, pivot, success, reward)
         return decided
 
-    def looked(self, group: str, looks: Mapping[int, Look]) -> tuple[dict[int, Decided], int]:
+    def looked(self, group: str, looks: Mapping[int, Sequence[Glance]]) -> tuple[dict[int, Decided], int]:
         """Decisions of the learned verdicts about members that decode now, and how many candidates they let go.
 
         No coin of the audit is tossed: the verdicts have a coin and a gate of their own.
@@ -252,14 +252,14 @@ class GroupPruner:
         unknown = self.prune.treatment in config.PREDICTED and self.rewards.predicted(0.5) is None
         kept = set(looks) if unknown else watched.decided.keys()
         found, let_go = {}, 0
-        for member, decision in self.verdicts.look(group, looks, kept).items():
+        for member, decision in self.verdicts.looks(group, looks, kept).items():
             if decision.what == verdict.WATCH:
                 let_go += 1
                 continue
             coin = Verdict(decision.what == verdict.CUT, decision.keep_probability, Rule.VERDICT, COIN)
             reward = self.rewards.predicted(decision.probability) if self.prune.treatment in config.PREDICTED else None
             found[member] = watched.decided[member] = Decided(
-                coin, looks[member].tokens, self.prune.treatment, None, decision.probability, reward)
+                coin, looks[member][-1].tokens, self.prune.treatment, None, decision.probability, reward)
         return found, let_go
 
     def report(self, rule: str) -> dict:

@@ -57,7 +57,7 @@ from esgrpo.algo.rollout_events import (
 )
 from esgrpo.algo.rows import Response as Row
 from esgrpo.algo.terms import LengthClass, Outcome, Rule
-from esgrpo.algo.verdict_features import Look
+from esgrpo.algo.verdict_features import Glance
 
 
 class GroupCollision(ValueError):
@@ -365,11 +365,11 @@ class GroupRun:
         committed = {number: response.tokens for number, response in self.running.items()}
         return self._carry_out(self.rules.pruner.checkpoint(self.name, open_, committed))
 
-    def _looked(self, looks: dict[int, Look]) -> list[Action]:
+    def _looked(self, looks: dict[int, list[Glance]]) -> list[Action]:
         """Of members that are still where they were looked at, and of which no row is written."""
         here = {number: look for number, look in looks.items()
                 if number in self.where and not self.running[number].sealed and not self.running[number].doomed}
-        self.rules.decisions["verdicts/looks"] += len(here)
+        self.rules.decisions["verdicts/looks"] += sum(map(len, here.values()))
         self.rules.decisions["late"] += len(looks) - len(here)
         decided, let_go = self.rules.pruner.looked(self.name, here)
         self.rules.decisions["verdicts/let_go"] += let_go

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from esgrpo.algo.rows import Response as Row
 from esgrpo.algo.terms import Outcome
-from esgrpo.algo.verdict_features import Look
+from esgrpo.algo.verdict_features import Glance
 
 # Events
 
@@ -84,10 +84,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Looked:
-    """Looks at members that decode somewhere, of one boundary each (algo/looks.py)."""
+    """Looks at members that decode somewhere (algo/looks.py)."""
 
     group: str
-    looks: dict[int, Look]
+    looks: dict[int, list[Glance]]  # of each member those since the last message, oldest first
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,15 @@ from dataclasses import dataclass, field
 
 from esgrpo import config
 from esgrpo.algo.audit import wilson_lower, wilson_upper
-from esgrpo.algo.verdict_features import FEATURES, LENGTH_FEATURES, Look, Siblings, vector
+from esgrpo.algo.verdict_features import (
+    FEATURES,
+    LENGTH_FEATURES,
+    Glance,
+    Look,
+    Siblings,
+    Sketches,
+    vector,
+)
 from esgrpo.algo.verdict_model import Logistic, Sums, log_loss
 
 OPENS_AT = 20.0  # likelihood ratio against length alone
@@ -75,6 +83,7 @@ class Member:
 class Group:
     size: int
     members: dict[int, Member] = field(default_factory=dict)
+    sketches: Sketches = field(default_factory=Sketches)
     lengths: list[int] = field(default_factory=list)  # of finished members
     right: int = 0
     cut: int = 0
@@ -209,10 +218,23 @@ class Verdicts:
     def watch(self, group: str, size: int) -> None:
         self.groups.setdefault(group, Group(size))
 
-    def look(self, group: str, looks: Mapping[int, Look], kept: Container[int] = ()) -> dict[int, Decision]:
+    def looks(self, group: str, seen: Mapping[int, Sequence[Glance]], kept: Container[int] = ()) -> dict[int, Decision]:
+        """`look` at what engines saw since the last time, once for as many looks as a member had. Decided is by the
+        newest: of earlier ones it is too late."""
+        sketches, decided = self.groups[group].sketches, {}
+        for turn in range(max(map(len, seen.values()), default=0)):
+            here = {member: sketches.look(member, glances[turn]) for member, glances in seen.items()
+                    if turn < len(glances)}
+            older = {member for member in here if turn + 1 < len(seen[member])}
+            decided |= self.look(group, here, kept, older)
+        return decided
+
+    def look(self, group: str, looks: Mapping[int, Look], kept: Container[int] = (),
+             older: Container[int] = ()) -> dict[int, Decision]:
         """Members that become candidates by these looks, all of one boundary; the others go on.
 
-        Of the `kept` nobody may be cut: another rule has decided about them, or nothing can be decided yet.
+        Of the `kept` nobody may be cut: another rule has decided about them, or nothing can be decided yet. Of the
+        `older` looks is only learned.
         """
         mine = self.groups[group]
         for number, look in looks.items():
@@ -225,7 +247,7 @@ class Verdicts:
             row = vector(look, Siblings(mine.size, others, mine.lengths, mine.right))
             member.rows.append(row)
             probability = self.model.probability(row)
-            if member.decision is None and probability < self.settings.cut_below:
+            if number not in older and member.decision is None and probability < self.settings.cut_below:
                 decided[number] = member.decision = self._decide(mine, probability, number in kept)
         return decided
 

@@ -1,8 +1,8 @@
 """What a look at a running response sees, and what it makes of that beside the response's siblings. Pure.
 
-`Sketches` lives where the tokens are: it reads the newest tokens of a look and keeps what it has seen of 4-grams, so
-that a look costs the same however long the response is. `vector` puts a look beside the group: what siblings are like,
-who has finished, and how. All features are bounded; what is not a number counts as 0, which says nothing.
+An engine takes a `Glance`, which costs it the same however long the response is; `Sketches` makes a `Look` of it where
+the whole group is known, and keeps what it has seen of 4-grams. `vector` puts a look beside the group: what siblings
+are like, who has finished, and how. All features are bounded; what is not a number counts as 0, which says nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,21 @@ LEAST_SURPRISAL = 1e-3  # below it a model is certain; logarithms need an end
 PRIOR_ANSWERS = 0.5  # right and wrong siblings that are added before their logit is taken
 
 
-class Look(NamedTuple):  # made in a third of the time that a frozen dataclass takes
-    """One look, in plain numbers. Surprisals are in nats per token, the others are shares."""
+class Glance(NamedTuple):
+    """What an engine sees of a response since it looked last. Surprisals are means in nats per token; NaN: of none."""
 
     tokens: int
-    surprisal: float  # of all tokens that have a log-prob; NaN: of none
+    newest: Sequence[int]  # at most READ_TOKENS of those since the last look
+    surprisal: float  # of all tokens of this attempt that have a log-prob
     recent: float  # since the last look
+
+
+class Look(NamedTuple):
+    """One look, in plain numbers. Surprisals as in Glance, the others are shares."""
+
+    tokens: int
+    surprisal: float
+    recent: float
     distinct: float
     novel: float  # of those read at this look
     shared: float  # of all new ones until the last look
@@ -51,21 +60,19 @@ class Sketch:
 
 
 class Sketches:
-    """All responses of one group in one engine. A 4-gram is shared when a sibling had it, too."""
+    """All responses of one group. A 4-gram is shared when a sibling had it, too."""
 
     def __init__(self):
         self._owners: dict[tuple[int, ...], int] = {}  # 4-gram -> bits of the members that had it
         self._sketches: dict[object, Sketch] = {}
 
-    def look(self, key: object, tokens: int, newest: Sequence[int], log_prob: float, rows: int, recent_log_prob: float,
-             recent_rows: int) -> Look:
-        """`newest`: at most READ_TOKENS new tokens of a response of `tokens`; log_probs are sums over `rows`, nats.
-
-        Whether siblings share a 4-gram is asked one look later: by then they had time to come as far.
+    def look(self, key: object, glance: Glance) -> Look:
+        """Whether siblings share a 4-gram is asked one look later: by then they had time to come as far.
         """
         sketch = self._sketches.get(key)
         if sketch is None:
             sketch = self._sketches[key] = Sketch(1 << len(self._sketches))
+        newest = glance.newest
         owners, bit, last, new = self._owners, sketch.bit, sketch.last, []
         again = len(last) - list(map(owners.__getitem__, last)).count(bit)
         for gram in zip(newest, newest[1:], newest[2:], newest[3:], strict=False):
@@ -78,8 +85,7 @@ class Sketches:
         sketch.distinct += len(new)
         sketch.shared += again
         sketch.last = new
-        return Look(tokens, -log_prob / rows if rows else math.nan,
-                    -recent_log_prob / recent_rows if recent_rows else math.nan,
+        return Look(glance.tokens, glance.surprisal, glance.recent,
                     sketch.distinct / sketch.read if sketch.read else 1.0, len(new) / read if read else 1.0,
                     sketch.shared / earlier if earlier else 0.0, again / len(last) if last else 0.0)
 

@@ -235,7 +235,7 @@ class SegmentMixin:
         return {member: book.tracked[key].done_before + self.requests[key].num_output_tokens
                 for member, key in book.members_of(group).items()}
 
-    def segment_take_looks(self, groups) -> dict[str, dict[int, list]]:
+    def segment_take_looks(self, groups) -> dict[str, dict[int, list[list]]]:
         """New looks at responses of these groups, each once."""
         return self.segment_book.looks.take(groups)
 

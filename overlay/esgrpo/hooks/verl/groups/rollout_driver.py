@@ -23,7 +23,7 @@ from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.looks import ASK_EVERY_S
 from esgrpo.algo.verdict import verdicts_of
-from esgrpo.algo.verdict_features import Look
+from esgrpo.algo.verdict_features import Glance
 from esgrpo.errors import EsgrpoError, say
 from esgrpo.hooks.verl import owned
 from esgrpo.hooks.verl.metrics import decision_counts
@@ -119,7 +119,8 @@ class Driver:
     async def _look(self, replica, groups: list[str]) -> None:
         for found in await self._call([replica], "esgrpo_take_looks", groups):
             for group, looks in found.items():
-                self.on(rollout.Looked(group, {int(number): Look(*look) for number, look in looks.items()}))
+                self.on(rollout.Looked(group, {int(number): [Glance(*glance) for glance in glances]
+                                               for number, glances in looks.items()}))
 
     def _note(self) -> None:
         """A group is over: what was decided is recorded, if anything was."""

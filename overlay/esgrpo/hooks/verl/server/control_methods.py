@@ -62,7 +62,7 @@ async def esgrpo_set_segment_length(self, group, length, tail=False):
 
 
 async def esgrpo_take_looks(self, groups):
-    """{group: {member: look}} of these groups, each look once (algo/looks.py)."""
+    """{group: {member: looks}} of these groups, each look once (algo/looks.py)."""
     from esgrpo.hooks.verl.server.control_methods import engine_call
 
     merged = {}
