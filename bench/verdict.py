@@ -11,6 +11,7 @@ the bench, which counts:
     tokens_saved    share of all recorded tokens that were not decoded, from the first one on: warm-up included
     false_rate      share of the cuts whose response would have ended correct
     correct_lost    share of the correct responses that were cut; correct_lost_by_length: in each tenth of lengths
+    shortened       share by which cuts shorten the mean correct response
     auc             of the probabilities at all looks in the later half of the groups, while nothing is cut; none
                     without a score, or with shuffled outcomes
     makespan_saved  share of the sum over groups of the longest member's tokens
@@ -229,6 +230,7 @@ class Replay:
         whole = sum(len(row.tokens) for row in rows)
         lost = [bool(row.cut) for row in sorted(rows, key=lambda row: len(row.tokens))
                 if self.label[row.group, row.member]]
+        right = [row for row in rows if self.label[row.group, row.member]]
         falses = [(row.cut, self.label[row.group, row.member]) for row in rows if row.cut]
         longest = sum(max(len(row.tokens) for row in group) for group in groups)
         return {
@@ -237,10 +239,15 @@ class Replay:
             "correct_lost": sum(lost) / len(lost) if lost else 0.0,
             "correct_lost_by_length": [share(lost[len(lost) * i // DECILES:len(lost) * (i + 1) // DECILES])
                                        for i in range(DECILES)],
+            "shortened": 1 - mean_tokens([row for row in right if not row.cut]) / mean_tokens(right) if right else 0.0,
             "makespan_saved": 1 - sum(max(row.end for row in group) for group in groups) / longest,
             "cuts": len(falses), "cut_by_verdict": sum(rule == "verdict" for rule, _ in falses),
             "false_by_verdict": sum(false for rule, false in falses if rule == "verdict"),
         }
+
+
+def mean_tokens(rows: Sequence[Response]) -> float:
+    return sum(len(row.tokens) for row in rows) / max(1, len(rows))
 
 
 def share(flags: Sequence[bool]) -> float:

@@ -113,7 +113,8 @@ def test_verdicts_say_what_became_of_candidates_and_of_the_gate():
         "looks": 90, "pruned": 4, "exempted": 3, "false": 1, "let_go": 2, "gate_open": 5, "gate_shut": 6}.items()}
     for gate, said in (({"open": True}, "now open"), ({"open": False, "shut": "false cuts"}, "now shut: false cuts")):
         assert row_of("verdicts", VERDICTS, counts, audit={"verdict": gate}).reason == (
-            "90 looks; 4 cut, 3 spared by the coin (1 of them right), 2 let go; gate open at 5 of 11 weight syncs, " + said)
+            "90 looks; 4 cut, 3 spared by the coin (1 of them right), 2 let go; gate open at 5 of 11 weight syncs, "
+            + said)
 
 
 @pytest.mark.parametrize("profile", list(config.PROFILES))

@@ -227,3 +227,21 @@ def test_acc_may_be_an_array_scalar():
     ([1.0, 1.0], [1.0], True), ([1.0, 1.0], [0.5], False), ([1.0, 0.0], [1.0], False)])
 def test_advantages_of_a_tossed_group_are_measured_from_its_pivot(scores, pivots, expected):
     assert treatment.without_gradient(scores, pivots) is expected
+
+
+def test_the_bench_of_the_threshold_counts_what_a_cut_would_have_done():
+    """Two members agree on wrong; of the two that run one differs. A bold rule cuts both, a careful one nobody."""
+    from bench import resolved as bench
+
+    rows = [{"tokens": list(range(length)), "correct": correct} for length, correct in (
+        (10, False), (10, False), (30, False), (40, True))]
+    record = {"cap": 64, "groups": [{"responses": rows}]}
+    assert bench.measured(record, 0.05, "wrong") == {"tokens_saved": 0.0, "cuts": 0, "false_rate": 0.0,
+                                                     "gradient_lost": 0.0, "yield": 1.0}
+    bold = bench.measured(record, 1.0, "wrong")
+    assert (bold["cuts"], bold["false_rate"], bold["gradient_lost"]) == (2, 0.5, 1.0)
+    assert bold["tokens_saved"] == (20 + 30) / 90 and bold["yield"] == 0.0
+    right = [{**row, "correct": not row["correct"]} for row in rows]
+    assert bench.measured({**record, "groups": [{"responses": right}]}, 1.0, "wrong")["cuts"] == 0
+    both = {**record, "groups": [{"responses": rows}, {"responses": right}]}  # a reward is predicted once both are known
+    assert bench.measured(both, 1.0, "both")["cuts"] == 2

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from bench import verdict as bench
 from bench.common import recorded_groups
-from esgrpo.algo.verdict import CUT, WATCH, Gate, Lessons, Outcome, Settings, Verdicts
+from bench.pretrained import record_groups
+from esgrpo.algo.verdict import CUT, LOST_WINDOW, WATCH, Gate, Lessons, Outcome, Settings, Verdicts
 from esgrpo.algo.verdict_features import FEATURES, LARGEST, READ_TOKENS, Glance, Look, Siblings, Sketches, vector
 from esgrpo.algo.verdict_model import Logistic, Sums
 
@@ -147,6 +148,36 @@ def test_a_low_base_rate_permits_no_more():
     for index in range(1000):
         gate.learn(Outcome(100, index % 16 == 0, 1.0, True, 0.1))
     assert gate.false_bound() < gate.settings.max_false_rate and gate.why_shut() == "correct responses lost"
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1000), st.lists(st.tuples(st.integers(1, 5000), st.booleans()), max_size=40))
+def test_what_is_short_by_nature_shortens_nothing(tokens, rows):
+    """Candidates as long as the others: nothing moves. And it never says more than what happens."""
+    gate = Gate(Settings())
+    for _, candidate in rows:
+        gate.learn(Outcome(tokens, True, 1.0, candidate or None, 0.1))
+    assert gate.shortening() <= 1e-9
+    gate = Gate(Settings())
+    for length, candidate in rows:
+        gate.learn(Outcome(length, True, 1.0, candidate or None, 0.1))
+    kept = [length for length, candidate in rows if not candidate]
+    if kept:
+        real = 1 - (sum(kept) / len(kept)) / (sum(length for length, _ in rows) / len(rows))
+        assert gate.shortening() <= real + 1e-9
+
+
+@pytest.mark.parametrize("longer, weight, why", [(1, 1.0, ""), (100, 1.0, "short answers favoured"),
+                                                 (100, 10.0, "correct responses lost")])
+def test_long_right_answers_among_candidates_shut_the_gate(longer, weight, why):
+    """Seven of 500 right responses are candidates: too few to be missed by their number."""
+    gate = Gate(Settings())
+    for index in range(1000):
+        gate.learn(Outcome(100, False, 1.0, True if index % 20 == 0 else None, 0.1))
+    for index in range(LOST_WINDOW):
+        spared = index % 70 == 0 and index < 490
+        gate.learn(Outcome(100 * longer, True, weight, False, 0.1) if spared else Outcome(100, True, 1.0, None, 0.1))
+    assert gate.why_shut() == why
 
 
 # The rule
@@ -316,18 +347,18 @@ def kept_file(path):
 def test_kept_samples_become_a_record_in_which_families_take_turns(tmp_path):
     out = tmp_path / "groups.json.gz"
     arguments = [str(kept_file(tmp_path / "kept.json.gz")), "--model", "M", "--out", str(out)]
-    assert recorded_groups.main(arguments) == 0
+    assert record_groups.main(arguments) == 0
     record, first = recorded_groups.read(out), out.read_bytes()
     assert [group["family"] for group in record["groups"]] == ["a", "b", "a", "b"] and record["cap"] == 64
     assert record["groups"][0]["responses"] == [
         {"tokens": [5, 6, 7], "surprisal": [10, 20, 0], "correct": correct} for correct in (True, False)]
-    assert recorded_groups.main(arguments) == 0 and out.read_bytes() == first
+    assert record_groups.main(arguments) == 0 and out.read_bytes() == first
 
 
 def test_samples_without_log_probs_are_refused_in_one_line(tmp_path, capsys):
     kept = tmp_path / "kept.json.gz"
     kept.write_bytes(gzip.compress(json.dumps({"groups": [{"family": "a", "samples": [{"ids": [1]}]}]}).encode()))
-    assert recorded_groups.main([str(kept), "--model", "M", "--out", str(tmp_path / "out")]) == 1
+    assert record_groups.main([str(kept), "--model", "M", "--out", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
     assert said.count(" | ") == 4 and "logprobs" in said and not (tmp_path / "out").exists()
 

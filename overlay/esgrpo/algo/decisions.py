@@ -150,8 +150,8 @@ def _more_of_verdicts(run: Run) -> str:
     count, report = {name: run.count(f"verdicts/{name}") for name in (
         "looks", "pruned", "exempted", "false", "let_go", "gate_open", "gate_shut")}, run.audit.get(Rule.VERDICT) or {}
     gate = "open" if report.get("open") else f"shut: {report.get('shut') or 'unknown'}"
-    return (f"{count['looks']} looks; {count['pruned']} cut, {count['exempted']} spared by the coin ({count['false']} of "
-            f"them right), {count['let_go']} let go; gate open at {count['gate_open']} of "
+    return (f"{count['looks']} looks; {count['pruned']} cut, {count['exempted']} spared by the coin ({count['false']} "
+            f"of them right), {count['let_go']} let go; gate open at {count['gate_open']} of "
             f"{count['gate_open'] + count['gate_shut']} weight syncs, now {gate}")
 
 

@@ -11,7 +11,9 @@ The gate is open while all of this holds:
  3. the score says more than the length does: the sum of log-likelihood ratios of what was seen, predicted before it was
     learned, old ones counting less, is above log(OPENS_AT). Each is a ratio of two predictions of one outcome;
  4. few of the correct responses would be lost, of all and in every tenth of their lengths. At a reward of 6 % "5 % of
-    the cuts are false" would permit to cut nearly everything.
+    the cuts are false" would permit to cut nearly everything;
+ 5. the correct responses that are left are not shorter than all of them (`Gate.shortening`): else cutting would teach
+    that short answers are the right ones.
 
 One model for the run: `take` gives what a worker saw since the last weight sync, `update` takes in what all saw. Pure.
 """
@@ -61,6 +63,7 @@ class Settings:
     max_false_rate: float = 0.15  # largest upper bound of the share of cuts that are false
     max_correct_lost: float = 0.05  # share of the correct responses that may be candidates, by its lower bound
     max_lost_of_length: float = 0.10  # of those in a tenth of their lengths
+    max_shortening: float = 0.05  # share by which cutting may shorten the mean correct response, by its lower bound
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,24 @@ class Gate:
         tenths = [rows[len(rows) * i // DECILES:len(rows) * (i + 1) // DECILES] for i in range(DECILES)]
         return [self._at_least(rows, self.settings.z), *(self._at_least(tenth, Z_DECILE) for tenth in tenths)]
 
+    def shortening(self) -> float:
+        """Share by which cutting all candidates shortens the mean correct response, at least.
+
+        The control are those that the coin spared, each for 1/pi, or all candidates while nothing is cut.
+
+        Cutting moves the mean of x from D + m to m, where m is that of no candidates and D the mean over all of
+        (x - m, for a candidate, else 0); its standard error is that of a weighted mean.
+        """
+        kept = [tokens for tokens, _, candidate in self.lost if not candidate]
+        total = sum(weight for _, weight, _ in self.lost)
+        if not kept or not total:
+            return 0.0
+        mean = sum(kept) / len(kept)
+        moves = [(weight / total, (tokens - mean) * candidate) for tokens, weight, candidate in self.lost]
+        move = sum(share * value for share, value in moves)
+        error = math.sqrt(sum((share * (value - move)) ** 2 for share, value in moves))
+        return (move - self.settings.z * error) / (mean + move)
+
     @staticmethod
     def _at_least(rows: Sequence[tuple[int, float, bool]], z: float) -> float:
         total = sum(weight for _, weight, _ in rows)
@@ -156,6 +177,8 @@ class Gate:
         share, *tenths = self.lost_shares()
         if share > limits.max_correct_lost or max(tenths) > limits.max_lost_of_length:
             return "correct responses lost"
+        if self.shortening() > limits.max_shortening:
+            return "short answers favoured"
         return ""
 
     def to_state(self) -> dict:
