@@ -243,5 +243,5 @@ def test_the_bench_of_the_threshold_counts_what_a_cut_would_have_done():
     assert bold["tokens_saved"] == (20 + 30) / 90 and bold["yield"] == 0.0
     right = [{**row, "correct": not row["correct"]} for row in rows]
     assert bench.measured({**record, "groups": [{"responses": right}]}, 1.0, "wrong")["cuts"] == 0
-    both = {**record, "groups": [{"responses": rows}, {"responses": right}]}  # a reward is predicted once both are known
+    both = {**record, "groups": [{"responses": rows}, {"responses": right}]}  # predicted once both are known
     assert bench.measured(both, 1.0, "both")["cuts"] == 2
