@@ -1,4 +1,4 @@
-"""Command line: esgrpo run | status | drift | doctor | explain | lint | report."""
+"""Command line: esgrpo run | status | top | drift | doctor | explain | lint | report."""
 
 from __future__ import annotations
 
@@ -250,10 +250,16 @@ def report(arguments) -> int:
     return write(arguments.directory, arguments.out, arguments.trace)
 
 
+def top(arguments) -> int:
+    from esgrpo.tools.top import main as watch
+
+    return watch(arguments.run_dir, arguments.once)
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="esgrpo", description="ES-GRPO overlay for verl + vLLM")
-    top.add_argument("--version", action="version", version=f"esgrpo {__version__}")
-    commands = top.add_subparsers(dest="name", required=True)
+    whole = argparse.ArgumentParser(prog="esgrpo", description="ES-GRPO overlay for verl + vLLM")
+    whole.add_argument("--version", action="version", version=f"esgrpo {__version__}")
+    commands = whole.add_subparsers(dest="name", required=True)
     sub = commands.add_parser("run", help="run a command with the overlay: esgrpo run -- CMD ...")
     sub.add_argument("command", nargs=argparse.REMAINDER)
     sub.set_defaults(function=run)
@@ -265,6 +271,13 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--books", action="store_true", help="do its records add up, over restarts? 0: yes, 1: no")
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(function=status)
+    sub = commands.add_parser("top", help="the loop of a run, live: replicas, queue, versions, idle time, decisions",
+                              description="Reads the rows of the run, also of one that has not begun or has ended; "
+                                          "needs rich. Ctrl-C ends it. Where the output is no terminal: one frame. "
+                                          "Exit code 0; of one frame 1: no rows yet; 2: unusable.")
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="run directory (trainer.default_local_dir)")
+    sub.add_argument("--once", action="store_true", help="print one frame and end")
+    sub.set_defaults(function=top)
     sub = commands.add_parser("drift", help="what a release changes for the hooks: esgrpo drift vllm==0.33.0",
                               description="Downloads the release, installs nothing. Exit code 0: unchanged, moved or "
                                           "not needed; 1: changed, gone or cured upstream, or a release that the "
@@ -301,11 +314,11 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", metavar="FILE.html", help="default: DIR/report.html; Markdown lies beside it")
     sub.add_argument("--trace", metavar="FILE.json", help="instead: requests on replicas, for Perfetto")
     sub.set_defaults(function=report)
-    for name in ("doctor", "lint", "explain", "drift"):
+    for name in ("doctor", "lint", "explain", "drift", "top"):
         commands.choices[name].add_argument("--lang", choices=language.LANGUAGES,
                                             help="language of the answer; default: Chinese where the locale is "
                                                  "(LC_ALL, LC_MESSAGES, LANG), else English")
-    return top
+    return whole
 
 
 def main(argv: list[str] | None = None) -> int:

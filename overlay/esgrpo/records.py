@@ -354,7 +354,7 @@ def read_counted(run_dir: str, kind: str) -> tuple[list[kinds.Row], int]:
         if name.startswith(f"{kind}-") and name.endswith(".jsonl") and os.path.isfile(path):
             with open(path, encoding="utf-8", errors="replace") as file:
                 for line in filter(str.strip, file):
-                    row = _row(kinds.KINDS[kind], line)
+                    row = parsed(kinds.KINDS[kind], line)
                     if row is None:
                         torn += 1
                     else:
@@ -362,10 +362,11 @@ def read_counted(run_dir: str, kind: str) -> tuple[list[kinds.Row], int]:
     return sorted(rows, key=lambda row: row["time"]), torn
 
 
-def _row(kind: type[kinds.Row], line: str) -> kinds.Row | None:
+def parsed(kind: type[kinds.Row], line: str) -> kinds.Row | None:
+    """The row that a line is; None where it is none."""
     try:
         found = json.loads(line)
         row = kind.of({**UNTOLD, **found}) if isinstance(found, dict) else None
-    except ValueError:
+    except (ValueError, RecursionError):  # brackets without end
         return None
     return row if row is not None and row.time is not None else None

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from esgrpo import config, records
 from esgrpo.algo import decisions
+from esgrpo.algo.rows import Decisions
 from esgrpo.errors import ConfigError
 
 
 def of_directory(run_dir: str, reports: list[dict] = ()) -> list[decisions.Row]:
-    """One row a module of the newest run in a directory, over all of its starts.
+    """One row a module of the newest run in a directory, over all of its starts."""
+    return of_rows(records.read(run_dir, "decisions"), reports)
+
+
+def of_rows(rows: Sequence[Decisions], reports: list[dict] = ()) -> list[decisions.Row]:
+    """The same from rows in order of time, of which the newest of each process is enough.
 
     A run of an older release has no such records: what was on is read from `reports`, the states of its hooks. Empty
     where its settings are not known, or not those of this release.
     """
-    rows = records.read(run_dir, "decisions")
     begun = [row for row in rows if row.settings is not None]
     given = begun[-1].settings if begun else next((json.loads(report["segment"]) for report in reports
                                                       if report.get("segment")), None)
