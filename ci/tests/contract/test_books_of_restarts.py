@@ -62,7 +62,7 @@ def fully_async(kind, run_dir) -> None:
         _, saved = asyncio.run(asyncio.wait_for(train(made, run_dir / "checkpoints", version, checkpoints, tell), 60))
         version += len(saved)
         if len(saved) == checkpoints:
-            trained_rows.begin([in_flight.UID + next(iter(in_flight.ledger_of(made).open))], version + 1)
+            trained_rows.begin([in_flight.UID + next(iter(in_flight.buffer_of(made).open))], version + 1)
 
 
 @pytest.mark.hook("prompts-in-flight", "prompts-in-flight-are-saved", "prompts-in-flight-are-reissued")

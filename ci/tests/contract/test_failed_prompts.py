@@ -71,8 +71,8 @@ def test_one_failed_prompt_gives_its_place_to_another(rollouter_class, monkeypat
     assert made.staleness_samples == made.total_generated_samples == LIMIT
     row, = read(str(tmp_path), "failed")
     assert row["group"] == "uid_sample_0_3" and row["draw"] == 3 and row["reason"] == "ValueError: broke on purpose"
-    assert len(in_flight.ledger_of(made).open) == LIMIT  # it has ended; the others are not trained yet
-    assert all(entry.responses == 4 and entry.tokens == 12 for entry in in_flight.ledger_of(made).open.values())
+    assert len(in_flight.buffer_of(made).open) == LIMIT  # it has ended; the others are not trained yet
+    assert all(entry.responses == 4 and entry.tokens == 12 for entry in in_flight.buffer_of(made).open.values())
     said = capfd.readouterr().err
     assert f"failed prompt: {row['prompt']} (index 2): ValueError: broke on purpose; 1 of 1" in said
     assert failed_prompts.next_version(made) == {"esgrpo/failed_prompts": 1.0}

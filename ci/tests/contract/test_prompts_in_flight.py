@@ -132,7 +132,7 @@ def test_a_checkpoint_without_ours_is_said(rollouter_class, tmp_path, capfd):  #
     again = rollouter_of(rollouter_class, tmp_path, hooked=True)
     said = capfd.readouterr().err
     assert "does not say which prompts were in flight (it was written without esgrpo" in said
-    assert in_flight.restored(again) == BATCH and not in_flight.ledger_of(again).waiting
+    assert in_flight.restored(again) == BATCH and not in_flight.buffer_of(again).waiting
     (tmp_path / "global_step_1" / in_flight_checkpoint.FILE).write_bytes(b"torn")
     rollouter_of(rollouter_class, tmp_path, hooked=True)
     assert "does not say which prompts were in flight (" + str(tmp_path) in capfd.readouterr().err

@@ -37,7 +37,8 @@ NEVER_WAIT = 4.0  # staleness at which the rollouter still generates whenever th
 
 # Every hook that this run needs, by the kind of process that needs it.
 EXPECTED = {
-    "rollouter": {"rollouter-windows", "rollouter-failure-is-loud", "server-control", "oldest-sample-first"},
+    "rollouter": {"rollouter-windows", "rollouter-failure-is-loud", "server-control", "oldest-sample-first",
+                  "finished-samples-come-back"},
     "trainer": {"trained-rows", "register-grpo-segment", "metrics-keep-prefix"},
     "agent-loop-worker": {"client-attempts", "group-members", "pruned-rows-are-masked"},
     "actor-worker": {"register-policy-losses", "policy-loss-context", "cpu-process-group"},

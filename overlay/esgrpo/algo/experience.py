@@ -7,18 +7,112 @@ is the order in which finished samples wait for the trainer. Standard library on
 from __future__ import annotations
 
 import bisect
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from esgrpo.algo.terms import Status
+
+FINISHED = (Status.FINISHED, Status.CARRIED)
+ENDS = (Status.TRAINED, Status.PRUNED, Status.DROPPED)
 
 
-class VersionedSample(bytes):
-    """A sample as it is sent, with the weight version of its first token, which its receiver need not decode."""
+@dataclass(frozen=True)
+class Drawn:
+    """A sample from its draw to its end. `draw`: position in the stream of the data loader, from 1, over the whole run.
 
-    version: int | None = None
+    `prompt`: whatever its owner needs to issue it again. `responses` and `tokens` are what was generated for it.
+    """
+
+    draw: int
+    epoch: int
+    prompt: object
+    was: str = ""  # name under which an earlier start had issued it
+    responses: int = 0
+    tokens: int = 0
+    status: str = Status.RUNNING
+
+
+class ExperienceBuffer:
+    """Every sample that the data loader has given out, in one status each; what a checkpoint holds and gives back.
+
+    A checkpoint of verl's has the data loader's position and, without this, none of the samples that are neither
+    trained nor given up. Invariants: each draw up to `drawn` is exactly one of waiting, open (running, finished,
+    carried) or ended (trained, pruned, dropped), so that counts() and `unknown` sum to `drawn`; over a chain of
+    restarts each draw ends once in what the checkpoints kept.
+    """
+
+    def __init__(self, drawn: int = 0, waiting: Iterable[Drawn] = (), ended: Mapping[str, int] | None = None):
+        """`ended`: how many earlier starts ended, by status; None where the checkpoint does not say."""
+        self.drawn = self.restored = drawn
+        self.waiting = deque(replace(entry, status=Status.WAITING) for entry in waiting)
+        self.open: dict[str, Drawn] = {}
+        self.ends = Counter({Status(status): number for status, number in (ended or {}).items()})
+        self.strays = 0  # ends of samples that were not open: they had ended before, or were never issued
+        self.unknown = drawn - len(self.waiting) - self.ends.total()  # ended before, nobody knows how
+
+    def again(self, name: str) -> Drawn | None:
+        """The next sample to issue again, from now on running as `name`; None when none waits."""
+        if not self.waiting:
+            return None
+        self.open[name] = replace(self.waiting.popleft(), status=Status.RUNNING, responses=0, tokens=0)
+        return self.open[name]
+
+    def back(self, names: Iterable[str]) -> list[Drawn]:
+        """Those that wait and were issued under these names come back whole, under them, made by older weights."""
+        names = set(names)
+        found = [entry for entry in self.waiting if entry.was in names]
+        self.waiting = deque(entry for entry in self.waiting if entry.was not in names)
+        self.open.update({entry.was: replace(entry, status=Status.CARRIED) for entry in found})
+        return found
+
+    def took(self, name: str, epoch: int, prompt) -> None:
+        """The data loader has given out a prompt, which will be issued as `name`."""
+        self.drawn += 1
+        self.open[name] = Drawn(self.drawn, epoch, prompt)
+
+    def generated(self, name: str, responses: int, tokens: int) -> None:
+        """All responses of a running sample have ended."""
+        entry = self.open.get(name)
+        if entry is not None and entry.status == Status.RUNNING:
+            self.open[name] = replace(entry, responses=responses, tokens=tokens, status=Status.FINISHED)
+
+    def synced(self) -> None:
+        """The weights have changed: what is finished waits for the trainer of a newer version."""
+        for name, entry in self.open.items():
+            if entry.status == Status.FINISHED:
+                self.open[name] = replace(entry, status=Status.CARRIED)
+
+    def ended(self, names: Iterable[str], status: Status = Status.TRAINED) -> None:
+        """These samples are trained, or left without; a name counts once, and one that is not open is a stray."""
+        for name in set(names):
+            if self.open.pop(name, None) is None:
+                self.strays += 1
+            else:
+                self.ends[status] += 1
+
+    def counts(self) -> dict[Status, int]:
+        """Samples by status, over all starts."""
+        held = Counter(entry.status for entry in self.open.values())
+        return {Status.WAITING: len(self.waiting), **{status: held[status] for status in (Status.RUNNING, *FINISHED)},
+                **{status: self.ends[status] for status in ENDS}}
+
+    def to_give_back(self) -> list[Drawn]:
+        """What a checkpoint has to hold, in order of the draws."""
+        entries = [replace(entry, was=name) for name, entry in self.open.items()]
+        return sorted([*self.waiting, *entries], key=lambda entry: entry.draw)
+
+
+class SentSample(bytes):
+    """A sample as it is sent, with what its receivers need of it without decoding it."""
+
+    name: str = ""
+    version: int | None = None  # weight version of its first token, where its order is to follow it
 
     @classmethod
-    def of(cls, sample: bytes, version: int | None) -> VersionedSample:
+    def of(cls, sample: bytes, name: str, version: int | None) -> SentSample:
         made = cls(sample)
-        made.version = version
+        made.name, made.version = name, version
         return made
 
 

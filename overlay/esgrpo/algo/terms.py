@@ -49,6 +49,18 @@ class Treatment(_Word):
     MASKED = "masked"  # left out, and the responses that a coin spared carry weights
 
 
+class Status(_Word):
+    """What has become of a sample, a prompt with its group of responses (`algo/experience.py`)."""
+
+    WAITING = "waiting"  # given back by a restart, not issued yet
+    RUNNING = "running"  # its responses are generated
+    FINISHED = "finished"  # all of them ended: it waits for the trainer, or is in its hands
+    CARRIED = "carried"  # the same, and the weights have changed since
+    TRAINED = "trained"
+    PRUNED = "pruned"  # finished without a gradient, and replaced by another
+    DROPPED = "dropped"  # given up: its reward raises
+
+
 class Process(_Word):
     """Kinds of processes of a run in which a hook may act."""
 

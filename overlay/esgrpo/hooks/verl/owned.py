@@ -1,6 +1,6 @@
 """What hooks keep on objects of verl: one attribute, `esgrpo`, in which each purpose has one typed part. No hook.
 
-`of(rollouter, InFlightPrompts)` is made on first use and lives as long as its owner. Everything is declared here; no
+`of(rollouter, Experience)` is made on first use and lives as long as its owner. Everything is declared here; no
 other attribute of ours is set on an object of verl. In vLLM, where a token is looked at, `first_and_last_output` has a
 flag of its own on a request, and the scheduler is a subclass of ours.
 """
@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from esgrpo.algo.calibration import Calibration
-from esgrpo.algo.experience import Overflow
+from esgrpo.algo.experience import ExperienceBuffer, Overflow, SentSample
 from esgrpo.algo.failures import FailedPrompts, FailureStreak
-from esgrpo.algo.resuming import InFlight
 
 if TYPE_CHECKING:
     from esgrpo.algo.carry_over import CarryOver
@@ -49,10 +48,12 @@ class Prompts:
 
 
 @dataclass
-class InFlightPrompts:
+class Experience:
     """Of the rollouter."""
 
-    ledger: InFlight = field(default_factory=InFlight)  # prompts that were drawn and have not ended
+    buffer: ExperienceBuffer = field(default_factory=ExperienceBuffer)
+    whole: list[SentSample] = field(default_factory=list)  # of the checkpoint, to be put into the queue
+    names: frozenset[str] = frozenset()  # of these: no other sample of this start is called so
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A sample goes to verl's queue with the weight version of its first token, by which the queue orders."""
+"""A sample goes to verl's queue with its name and the weight version of its first token, by which the queue orders."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ HOOK = Hook(
     process=("rollouter",),
     kind="wrap",
     why="verl trains samples in the order in which they end: a long group that began under old weights waits behind "
-        "short ones of newer weights and grows older still",
+        "short ones of newer weights and grows older still; and nobody can tell what is in the queue",
     remove_when="verl's MessageQueue orders by weight version",
-    features=("segment",),
+    features=("observe",),
     relies_on=("verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
                "._process_single_sample_streaming",
                "verl.experimental.fully_async_policy.detach_utils:assemble_batch_from_rollout_samples"),
@@ -21,12 +21,14 @@ HOOK = Hook(
 
 
 async def around(call):
-    from esgrpo.algo.experience import VersionedSample
+    from esgrpo import config
+    from esgrpo.algo.experience import SentSample
     from esgrpo.hooks.verl.buffer import in_hand
 
     data, sample = call.arguments["sample"], in_hand.sample()
     if isinstance(data, bytes) and sample is not None:
-        return await call(sample=VersionedSample.of(data, first_version(sample.full_batch)))
+        version = first_version(sample.full_batch) if config.current().enable else None  # else in order of arrival
+        return await call(sample=SentSample.of(data, sample.sample_id, version))
     return await call()
 
 

@@ -54,6 +54,7 @@ def replace(rollouter, sample) -> bool:
     """True when the group is not to be put, and its place was given back."""
     from esgrpo import records
     from esgrpo.algo.rows import Replaced
+    from esgrpo.algo.terms import Status
     from esgrpo.algo.treatment import is_resolved_null
     from esgrpo.hooks.verl.metrics import decision_counts, prune_metrics
     from esgrpo.hooks.verl.prompts import in_flight
@@ -68,7 +69,7 @@ def replace(rollouter, sample) -> bool:
     if not replaced:
         return False
     decision_counts.add("replaced", groups=1)
-    in_flight.ended(rollouter, sample)
+    in_flight.ended(rollouter, sample, Status.PRUNED)
     rollouter.staleness_samples -= 1
     # the original counts every group that was put: one of them was not
     rollouter.total_generated_samples -= 1

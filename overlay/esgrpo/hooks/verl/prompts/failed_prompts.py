@@ -56,6 +56,7 @@ def give_up(rollouter, sample, error) -> bool:
     """True when the prompt alone failed: its place goes to another one. Raises EsgrpoError above the bound."""
     from esgrpo import config
     from esgrpo.algo.failures import Failed, brief, is_of_one_prompt
+    from esgrpo.algo.terms import Status
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.groups.replaced_groups import another_instead
     from esgrpo.hooks.verl.prompts import in_flight
@@ -67,7 +68,7 @@ def give_up(rollouter, sample, error) -> bool:
     index = sample.full_batch.non_tensor_batch.get("index")
     failure = Failed(in_flight.UID + sample.sample_id, words(key, index), brief(error))
     draw = in_flight.draw_of(rollouter, sample)
-    in_flight.ended(rollouter, sample)
+    in_flight.ended(rollouter, sample, Status.DROPPED)
     another_instead(rollouter)
     rollouter.staleness_samples -= 1
     version = owned.of(rollouter, owned.Failures).version

@@ -31,11 +31,11 @@ def around(call):
     return accounted(rollouter, call())
 
 
-def ledger_of(rollouter):
-    """The InFlight of this rollouter: empty unless a checkpoint was loaded."""
+def buffer_of(rollouter):
+    """The ExperienceBuffer of this rollouter: empty unless a checkpoint was loaded."""
     from esgrpo.hooks.verl import owned
 
-    return owned.of(rollouter, owned.InFlightPrompts).ledger
+    return owned.of(rollouter, owned.Experience).buffer
 
 
 def accounted(rollouter, iterator):
@@ -43,22 +43,38 @@ def accounted(rollouter, iterator):
     from esgrpo import records
     from esgrpo.algo.rows import Reissued, Submitted
 
-    ledger = ledger_of(rollouter)
-    while ledger.waiting:
-        entry = ledger.waiting[0]
+    buffer = buffer_of(rollouter)
+    while buffer.waiting:
+        entry = buffer.waiting[0]
         sample = _name(rollouter, entry.epoch)
-        ledger.again(sample)
+        buffer.again(sample)
         records.write(Reissued(group=UID + sample, prompt=_key(entry.prompt), draw=entry.draw, was=UID + entry.was))
         yield entry.epoch, entry.prompt
+    if _is_over(rollouter):
+        return
     for epoch, batch in iterator:
         sample = _name(rollouter, epoch)
-        ledger.took(sample, epoch, batch)
-        records.write(Submitted(group=UID + sample, prompt=_key(batch), draw=ledger.drawn))
+        buffer.took(sample, epoch, batch)
+        records.write(Submitted(group=UID + sample, prompt=_key(batch), draw=buffer.drawn))
         yield epoch, batch
 
 
+def _is_over(rollouter) -> bool:
+    """Samples that came back whole were the last ones: the feed looks at the limit after a prompt only."""
+    from esgrpo.hooks.verl import owned
+
+    return bool(owned.of(rollouter, owned.Experience).names) and rollouter.global_steps > rollouter.total_rollout_steps
+
+
 def _name(rollouter, epoch: int) -> str:
-    return f"sample_{epoch}_{rollouter.global_steps}"
+    """What the feed will call the next sample: a number whose name a sample of the checkpoint has is left out."""
+    from esgrpo.hooks.verl import owned
+
+    names = owned.of(rollouter, owned.Experience).names
+    while (name := f"sample_{epoch}_{rollouter.global_steps}") in names:
+        rollouter.global_steps += 1
+        rollouter.total_rollout_steps += 1
+    return name
 
 
 def _key(batch) -> str | None:
@@ -70,34 +86,48 @@ def _key(batch) -> str | None:
 
 def draw_of(rollouter, sample) -> tuple[int, bool] | None:
     """(draw, issued again?) of a sample that has not ended; None when nobody keeps account."""
-    entry = ledger_of(rollouter).open.get(sample.sample_id)
+    entry = buffer_of(rollouter).open.get(sample.sample_id)
     return None if entry is None else (entry.draw, bool(entry.was))
 
 
 def drawn_of(rollouter) -> int:
     """Draws given out so far, over all starts."""
-    return ledger_of(rollouter).drawn
+    return buffer_of(rollouter).drawn
 
 
 def restored(rollouter) -> int:
     """Draws that the loaded checkpoint's data loader had given out; 0 from scratch."""
-    return ledger_of(rollouter).restored
+    return buffer_of(rollouter).restored
 
 
-def ended(rollouter, sample) -> None:
-    """The sample was given up."""
-    ledger_of(rollouter).ended([sample.sample_id])
+def ended(rollouter, sample, status) -> None:
+    """The sample will not be trained: a Status of `algo.experience.ENDS`."""
+    buffer_of(rollouter).ended([sample.sample_id], status)
 
 
 def generated(rollouter, sample) -> None:
     """The sample was put into the message queue, its responses in place of the prompt."""
     batch = sample.full_batch
-    ledger_of(rollouter).generated(sample.sample_id, len(batch), int(batch.batch["response_mask"].sum()))
+    buffer_of(rollouter).generated(sample.sample_id, len(batch), int(batch.batch["response_mask"].sum()))
 
 
 def trained(rollouter, uids: list[str]) -> None:
     """Runs inside the rollouter, called by the trainer."""
-    ledger_of(rollouter).ended(uid.removeprefix(UID) for uid in uids)
+    buffer_of(rollouter).ended(uid.removeprefix(UID) for uid in uids)
+
+
+async def next_version(rollouter) -> dict[str, float]:
+    """Samples by status at a weight version; what the queue held beyond its bound."""
+    from esgrpo.hooks.verl.buffer import nothing_dropped
+    from esgrpo.hooks.verl.server.calls_with_deadline import answers_if_any
+
+    buffer = buffer_of(rollouter)
+    buffer.synced()
+    queue = getattr(rollouter.message_queue_client, "queue_actor", None)
+    asked = [] if queue is None else [queue.__ray_call__.remote(nothing_dropped.overflow_of)]
+    found = await answers_if_any(asked, "overflow_of", "esgrpo/buffer/beyond_limit lacks this version")
+    counts = {**buffer.counts(), "strays": buffer.strays, **(found[0] if found else {})}
+    return {f"esgrpo/buffer/{name}": float(number) for name, number in counts.items()}
 
 
 def take_metrics(rollouter) -> dict[str, float]:

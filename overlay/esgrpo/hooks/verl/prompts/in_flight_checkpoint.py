@@ -31,13 +31,17 @@ async def around(call):
 
     from esgrpo import records
     from esgrpo.algo.rows import Checkpoint
+    from esgrpo.hooks.verl.buffer import whole_samples
     from esgrpo.hooks.verl.prompts import in_flight
     from esgrpo.hooks.verl.run import resume_point
 
     rollouter = call.owner
+    finished = await whole_samples.in_queue(rollouter)  # before the state of the loader: what comes later starts anew
     result = await call()
     folder = call.arguments["local_global_step_folder"]
     save(rollouter, folder)
+    whole = whole_samples.still_open(finished, in_flight.buffer_of(rollouter).open)
+    await asyncio.to_thread(whole_samples.save, whole, folder)
     records.write(Checkpoint(step=resume_point.step_of(folder), drawn=in_flight.drawn_of(rollouter)))
     await asyncio.to_thread(records.flush)  # what the checkpoint holds is in the books before it counts
     return result
@@ -47,12 +51,14 @@ def save(rollouter, folder: str) -> None:
     """A failed write costs the prompts in flight, not the checkpoint; a restart will say so, too."""
     import torch
 
-    from esgrpo.hooks.verl.prompts.in_flight import ledger_of
+    from esgrpo.hooks.verl.prompts.in_flight import buffer_of
 
-    ledger, path = ledger_of(rollouter), os.path.join(folder, FILE)
-    entries = [vars(entry) for entry in ledger.to_give_back()]
+    buffer, path = buffer_of(rollouter), os.path.join(folder, FILE)
+    entries = [{name: value for name, value in vars(entry).items() if name != "status"}
+               for entry in buffer.to_give_back()]
+    ended = {str(status): number for status, number in buffer.ends.items()}
     try:
-        torch.save({"format": FORMAT, "drawn": ledger.drawn, "prompts": entries}, path + ".new")
+        torch.save({"format": FORMAT, "drawn": buffer.drawn, "ended": ended, "prompts": entries}, path + ".new")
         os.replace(path + ".new", path)
     except (OSError, RuntimeError) as error:  # torch says RuntimeError when a disk is full
         say(EsgrpoError("prompts in flight", f"{path}: {error}", "written with the checkpoint", f"{len(entries)} "
@@ -60,10 +66,10 @@ def save(rollouter, folder: str) -> None:
 
 
 def load(folder: str):
-    """(drawn, entries) as saved; None when the checkpoint has none. Raises ValueError for a file of another kind."""
+    """The ExperienceBuffer as saved; None where the checkpoint has none. Raises ValueError for another kind of file."""
     import torch
 
-    from esgrpo.algo.resuming import Drawn
+    from esgrpo.algo.experience import Drawn, ExperienceBuffer
 
     path = os.path.join(folder, FILE)
     if not os.path.exists(path):
@@ -72,6 +78,6 @@ def load(folder: str):
         state = torch.load(path, weights_only=False)
         if state["format"] != FORMAT:
             raise ValueError(f"format {state['format']}, not {FORMAT}")
-        return int(state["drawn"]), [Drawn(**entry) for entry in state["prompts"]]
+        return ExperienceBuffer(int(state["drawn"]), [Drawn(**entry) for entry in state["prompts"]], state.get("ended"))
     except Exception as error:  # pickle raises anything for a damaged file
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from None

@@ -1,4 +1,6 @@
-"""After a restart of a fully-async run, prompts that were in flight at the checkpoint come first."""
+"""After a restart of a fully-async run, prompts that were in flight at the checkpoint come first.
+
+Those whose responses had ended and waited for the trainer come back whole (`buffer.whole_samples`)."""
 
 from __future__ import annotations
 
@@ -36,14 +38,17 @@ def around(call):
 def record(rollouter, folder: str | None) -> None:
     """One row per start: what it goes on from."""
     from esgrpo import records
-    from esgrpo.algo.rows import Start
-    from esgrpo.hooks.verl.prompts.in_flight import ledger_of
+    from esgrpo.algo.rows import Restored, Start
+    from esgrpo.hooks.verl import owned
+    from esgrpo.hooks.verl.prompts.in_flight import UID
     from esgrpo.hooks.verl.run.resume_point import step_of
 
-    ledger = ledger_of(rollouter)
-    records.write(Start(resumed_step=step_of(folder or ""), drawn=ledger.restored,
-                        gives_back=[entry.draw for entry in ledger.waiting],
+    experience = owned.of(rollouter, owned.Experience)
+    records.write(Start(resumed_step=step_of(folder or ""), drawn=experience.buffer.restored,
+                        gives_back=[entry.draw for entry in experience.buffer.waiting],
                         prompts_per_epoch=len(rollouter.train_dataloader)))
+    if experience.whole:
+        records.write(Restored(groups=[UID + sample.name for sample in experience.whole]))
 
 
 def folder_of(trainer) -> str | None:
@@ -62,24 +67,29 @@ def give_back(rollouter, folder: str, trained: int) -> None:
     """`trained`: prompts up to the checkpoint, by verl's count."""
     import os
 
-    from esgrpo.algo.resuming import InFlight, reissued_words
+    from esgrpo.algo.experience import ExperienceBuffer
+    from esgrpo.algo.resuming import reissued_words
+    from esgrpo.algo.terms import Status
     from esgrpo.hooks.verl import owned
-    from esgrpo.hooks.verl.prompts.in_flight_checkpoint import load
+    from esgrpo.hooks.verl.buffer import whole_samples
+    from esgrpo.hooks.verl.prompts import in_flight_checkpoint
 
     if not os.path.exists(os.path.join(folder, DATA)):  # verl starts the data from scratch, and says so
         return
     reason = "it was written without esgrpo, or by an older one"
+    experience = owned.of(rollouter, owned.Experience)
     try:
-        state = load(folder)
+        found = in_flight_checkpoint.load(folder)
     except ValueError as error:
-        state, reason = None, str(error)
-    if state is None:
-        owned.of(rollouter, owned.InFlightPrompts).ledger = InFlight(trained)
+        found, reason = None, str(error)
+    if found is None:
+        experience.buffer = ExperienceBuffer(trained, ended={Status.TRAINED: trained})
         say(f"esgrpo: restart: {folder} does not say which prompts were in flight ({reason}): what the data loader "
             "had given out and was not trained is not trained in this epoch")
         return
-    drawn, entries = state
-    owned.of(rollouter, owned.InFlightPrompts).ledger = InFlight(drawn, entries)
+    experience.buffer = found
+    whole_samples.come_back(rollouter, folder)
+    entries = found.waiting
     finished = sum(entry.responses for entry in entries)
     size = rollouter.config.actor_rollout_ref.rollout.n
     lost = {"groups": len(entries), "finished": finished, "tokens": sum(entry.tokens for entry in entries),
