@@ -40,7 +40,8 @@ WARM_UP = 2  # untimed steps after a change of class, for the interpreter's inli
 CERTAIN = 1e9  # nats: whatever the log-probs are
 HUGE = 1 << 40  # a segment length that no response reaches
 # microseconds a look; shares of upstream's time
-LIMITS = {"boundary": 5.0, "elastic_boundary": 5.0, "nothing_due": 0.01, "boundaries_and_repetition": 0.01}
+LIMITS = {"boundary": 5.0, "elastic_boundary": 5.0, "look_for_verdicts": 5.0, "nothing_due": 0.01,
+          "boundaries_and_repetition": 0.01, "verdicts": 0.01}
 NATIVE = {"max_pattern_size": 32, "min_pattern_size": 1, "min_count": 8}  # of 256 tokens, as in our defaults
 
 
@@ -56,12 +57,18 @@ def _segment(length: int, repetition: dict | None = None) -> dict:
     return {"enable": True, "segment_length": length, "prune": {"repetition": repetition or {}}}
 
 
+def _verdicts(check_interval: int) -> dict:
+    return {"enable": True, "segment_length": HUGE, "prune": {
+        "audit": {"enable": True}, "verdict": {"enable": True, "check_interval": check_interval}}}
+
+
 ARMS = {
     "plain": Arm(),
     "plain_again": Arm(),
     "nothing_due": Arm(_segment(HUGE)),
     "boundaries": Arm(_segment(1024)),
     "boundaries_and_repetition": Arm(_segment(1024, {"enable": True})),
+    "verdicts": Arm(_verdicts(128)),  # the distance at a budget of 2,048 tokens
     "native_repetition": Arm(native_repetition=True),
 }
 
@@ -158,6 +165,7 @@ class Bench:
             count["tokens"] += sum(len(o.new_token_ids) for o in outputs[0].outputs)
         book = self.states[name].get("segment_book")
         if book is not None:
+            book.looks.take(["g"])  # as agent-loop workers do, several times a second
             self.states[name]["left"] = self.steps
             for key, item in book.tracked.items():  # those that nothing has looked at, as at the end of a response
                 book.count_boundaries(item, len(self.scheduler.requests[key]._output_token_ids))
@@ -225,6 +233,7 @@ def measure(asynchronous: bool, requests: int, rounds: int, steps: int, seed: in
                       "ratio_to_plain": bootstrap(total / plain, seed), "counts": bench.counts[name]}
     result = {"class": bench.base.__name__, "arms": arms, "boundary": bench.look_cost(_segment(2), steps),
               "elastic_boundary": bench.look_cost(_segment(HUGE), steps, told=2),
+              "look_for_verdicts": bench.look_cost(_verdicts(2), steps),
               "repetition_check": bench.look_cost(_segment(HUGE, {"enable": True, "check_interval": 2}), steps),
               # tokens are compared at every look, as when the model is certain of all of them
               "repetition_check_certain": bench.look_cost(_segment(HUGE, {
@@ -254,7 +263,8 @@ def main(argv: list[str] | None = None) -> dict:
             print(f"{name:5} {arm:26} {row['microseconds_per_step']['median']:8.0f} us, own {own['median']:6.1f} us = "
                   f"{share['median']:.2%} [{share['low']:.2%}, {share['high']:.2%}], paired ratio "
                   f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]")
-        for what in ("boundary", "elastic_boundary", "repetition_check", "repetition_check_certain"):
+        for what in ("boundary", "elastic_boundary", "look_for_verdicts", "repetition_check",
+                     "repetition_check_certain"):
             print(f"{name:5} {what:26} {result[name][what]['microseconds']:8.3f} us")
         for what, limit in LIMITS.items():
             found = result[name]["arms"][what]["own_over_upstream"]["high"] if what in ARMS else (

@@ -341,7 +341,7 @@ class JudgedLife(Life):
     def new_verdicts(self, segment, seed):
         verdicts = Verdicts(Settings(audit=0.3, max_fraction=0.75), random.Random(seed))
         self.force(verdicts)
-        self.known, self.outcomes, self.looks = seed, 0, 0
+        self.outcomes = self.looks = self.late_looks = 0
         return verdicts
 
     @staticmethod
@@ -368,12 +368,13 @@ class JudgedLife(Life):
         doomed = {number for number in looks if self.runs.response(group, number).doomed}
         decided = {number for number in looks if self.runs.response(group, number).decision}
         self.looks += count * (len(looks) - len(doomed))
-        self.late += len(doomed)
+        self.late_looks += len(doomed)
         self.on(rollout.Looked(group, looks))
         new = {number for number in looks if self.runs.response(group, number).decision} - decided
         assert all(self.runs.response(group, number).decision["rule"] == Rule.VERDICT for number in new)
         assert all(self.members[group, number].asked == self.runs.response(group, number).doomed for number in new)
         assert self.runs.rules.decisions["verdicts/looks"] == self.looks
+        assert self.runs.rules.decisions["verdicts/late"] == self.late_looks
 
     @rule(group=st.sampled_from((*GROUPS, "nobody's")), number=st.integers(0, 5))
     def look_too_late(self, group, number):
@@ -384,7 +385,7 @@ class JudgedLife(Life):
         before = self.runs.rules.pruner.verdicts.to_state()
         assert self.runs.on(rollout.Looked(group, {number: [Glance(9, [1], 0.0, 0.0)]})) == []
         assert self.runs.rules.pruner.verdicts.to_state() == before
-        self.late += 1
+        self.late_looks += 1
 
     @invariant()
     def at_most_a_share_of_a_group_is_cut(self):

@@ -46,7 +46,9 @@ def test_scheduler_cost_counts(tmp_path, kind):
     assert result[kind]["boundary"]["looks"] == 40 * 16 / 2
     assert result[kind]["repetition_check"]["looks"] == 40 * 16 / 2
     assert result[kind]["elastic_boundary"]["looks"] == 40 * 16 / 2 and result[kind]["elastic_boundary"]["told"] == 16
-    assert set(result[kind]["within"]) == {"boundary", "elastic_boundary", "nothing_due", "boundaries_and_repetition"}
+    assert result[kind]["look_for_verdicts"]["looks"] == 40 * 16 / 2
+    assert set(result[kind]["within"]) == {
+        "boundary", "elastic_boundary", "look_for_verdicts", "nothing_due", "boundaries_and_repetition", "verdicts"}
     assert {"command", "versions", "cpu", "seed"} <= set(result)
 
 

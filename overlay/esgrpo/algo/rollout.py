@@ -370,7 +370,7 @@ class GroupRun:
         here = {number: look for number, look in looks.items()
                 if number in self.where and not self.running[number].sealed and not self.running[number].doomed}
         self.rules.decisions["verdicts/looks"] += sum(map(len, here.values()))
-        self.rules.decisions["late"] += len(looks) - len(here)
+        self.rules.decisions["verdicts/late"] += len(looks) - len(here)  # it is the rule, not an oddity
         decided, let_go = self.rules.pruner.looked(self.name, here)
         self.rules.decisions["verdicts/let_go"] += let_go
         return self._carry_out(decided)
@@ -428,7 +428,7 @@ class GroupRuns:
         run = self.groups.get(event.group)
         if run is None:
             if not isinstance(event, Submitted):
-                self.rules.decisions["late"] += 1
+                self.rules.decisions["verdicts/late" if isinstance(event, Looked) else "late"] += 1
                 return []
             run = self.groups[event.group] = GroupRun(event.group, event.size, self.rules)
         actions = run.on(event)
