@@ -168,6 +168,20 @@ class Sync:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """Control of how far rollout and training overlap (`algo/overlap.py`), in verl's fully-async trainer."""
+
+    enable: bool = _flag(False, "move concurrency, staleness bound and trigger at weight versions, by measured rates",
+                         needs=("enable", "observe"))
+    override: bool = _flag(False, "move what was set by hand, too: values of async_training other than verl's own")
+    age_scale: float = _number(4.0, 0.0, None, "age that costs a token 1 - 1/e of its worth, optimiser steps",
+                               open_low=True)
+    max_concurrency: int = _number(0, 0, None, "most prompts in flight; 0: what max_num_seqs of the replicas allows")
+    max_staleness: float = _number(8.0, 0.0, None, "largest async_training.staleness_threshold")
+    max_batches: int = _number(8, 1, None, "most mini-batches that the trainer takes at once")
+
+
+@dataclass(frozen=True)
 class Pois:
     anchor: str = _choice("auto", ("auto", "token", "version"), "which policy is the denominator of the ratio; auto: "
                           "token with one optimiser step a weight version, version with more")
@@ -210,6 +224,7 @@ class Segment:
     prune: Prune = _section(Prune)
     sampler: Sampler = _section(Sampler)
     sync: Sync = _section(Sync)
+    overlap: Overlap = field(default_factory=Overlap)
     pois: Pois = field(default_factory=Pois)
     dmmpt: Dmmpt = field(default_factory=Dmmpt)
 
@@ -434,8 +449,9 @@ def features(segment: Segment, loss_mode: str) -> frozenset[str]:
                 Feature.TAILS: segment.routing.enable and segment.routing.tail_share > 0,
                 Feature.ELASTIC: segment.elastic.enable, Feature.SAMPLER: segment.sampler.enable,
                 Feature.WEIGHTED: segment.weighted, Feature.KEEP: segment.keeps,
-                Feature.TOKEN_OUTPUTS: segment.token_outputs, Feature.DMMPT: segment.dmmpt.enable,
-                Feature.POIS: loss_mode == "pois", Feature.SAIS: loss_mode == "sais"}
+                Feature.TOKEN_OUTPUTS: segment.token_outputs, Feature.OVERLAP: segment.overlap.enable,
+                Feature.DMMPT: segment.dmmpt.enable, Feature.POIS: loss_mode == "pois",
+                Feature.SAIS: loss_mode == "sais"}
     return frozenset(name for name, on in switches.items() if on)
 
 
@@ -453,10 +469,10 @@ def facts() -> dict:
     """What the driver knows of the run and a worker does not.
 
     devices, replicas, optimizer_steps_per_version, prompts_per_version, batches_per_version (of the trainer's metrics),
-    response_length (tokens), trainer (as algo/decisions.py names them).
+    response_length (tokens), trainer (as algo/decisions.py names them), overlap_fixed (settings that are not moved).
     """
     defaults = {"devices": 1, "replicas": 1, "optimizer_steps_per_version": 1, "prompts_per_version": 1,
-                "batches_per_version": 1, "response_length": 0, "trainer": ""}
+                "batches_per_version": 1, "response_length": 0, "trainer": "", "overlap_fixed": ()}
     return {**defaults, **json.loads(os.environ.get(ENV_FACTS) or "{}")}
 
 

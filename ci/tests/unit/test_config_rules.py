@@ -8,6 +8,7 @@ omegaconf = pytest.importorskip("omegaconf")
 
 from esgrpo import config as settings  # noqa: E402
 from esgrpo.errors import ConfigError  # noqa: E402
+from esgrpo.hooks.verl.run import config_rules  # noqa: E402
 from esgrpo.hooks.verl.run.config_rules import Plan, fill, optimizer_steps_per_version  # noqa: E402
 
 ANCHOR = "segment.pois.anchor: auto -> "
@@ -116,3 +117,41 @@ def test_a_disabled_router_is_not_planned():
         plan = Plan(parsed)
         fill(plan, composed("fully_async", 1), settings.features(parsed, "vanilla"), disabled=frozenset({slug}))
         assert not plan.files and not plan.settings
+
+
+def overlap_lines(override=False, trainer="fully_async", actor=None, **fully_async) -> list[str]:
+    """What is said of the overlap control under verl's own values of async_training, but for these."""
+    own = {"staleness_threshold": 0.1, "require_batches": 1, "concurrent_samples_per_replica": 16}
+    plain = {"policy_loss": {"loss_mode": "vanilla"}, "optim": {"lr_scheduler_type": "constant"}}
+    more = {"async_training": {**own, **fully_async}} if trainer in ("fully_async", "0.7.0") else {}
+    config = composed(trainer, 4, actor_rollout_ref={"actor": {**plain, **(actor or {})}}, **more)
+    lines = planned(config, v1=trainer == "sync", overlap={"enable": True, "override": override}).lines
+    return [line for line in lines if "overlap.enable" in line]
+
+
+@pytest.mark.parametrize("given, kept", [
+    ({}, []), ({"staleness_threshold": 0.5}, ["staleness"]), ({"require_batches": 2}, ["trigger"]),
+    ({"concurrent_samples_per_replica": 8, "staleness_threshold": 1.0}, ["concurrency", "staleness"]),
+    ({"use_dynamic_resource_scheduling": True}, ["trigger"]),
+    ({"actor": {"policy_loss": {"loss_mode": "pois"}}}, ["trigger"]),
+    ({"actor": {"optim": {"lr_scheduler_type": "cosine"}}}, ["trigger"]),
+    ({"actor": {"optim": {"lr_warmup_steps_ratio": 0.1}}}, ["trigger"]),
+    ({"actor": {"optim": {"lr_decay_style": "linear"}}, "override": True}, ["trigger"]),
+    ({"staleness_threshold": 0.5, "override": True}, [])])
+def test_the_overlap_control_says_what_it_leaves_alone(given, kept):
+    pytest.importorskip("verl")
+    lines = overlap_lines(**given)
+    assert [line.split()[1] for line in lines] == kept
+    assert all("is not moved, because" in line for line in lines)
+
+
+def test_what_is_on_the_command_line_was_set_by_hand_even_if_it_is_verls_own_value(monkeypatch):
+    pytest.importorskip("verl")
+    monkeypatch.setattr(config_rules, "_command_line", lambda: {"async_training.staleness_threshold"})
+    assert [line.split()[1] for line in overlap_lines()] == ["staleness"]
+
+
+@pytest.mark.parametrize("trainer", ["0.7.0", "sync"])
+def test_where_the_overlap_control_has_nothing_to_move_it_says_so(trainer):
+    line, = overlap_lines(trainer=trainer)
+    assert "nothing is moved" in line

@@ -18,7 +18,7 @@ from esgrpo.config import Segment
 
 ROUTING, SEGMENTS, LOOPS, PRUNING, REPLACED = "routing", "segments", "loops", "pruning", "replaced"
 VERDICTS = "verdicts"
-ELASTIC, SAMPLER, KEEP, TOKEN_OUTPUTS = "elastic", "sampler", "keep", "token_outputs"
+ELASTIC, SAMPLER, KEEP, TOKEN_OUTPUTS, OVERLAP = "elastic", "sampler", "keep", "token_outputs", "overlap"
 
 # Trainers, as the facts of a run name them
 FULLY_ASYNC, RECIPE, SYNC = "fully_async", "recipe-0.7.0", "sync"
@@ -199,6 +199,17 @@ def _why_token_outputs(run: Run) -> str:
     return "no request was counted"
 
 
+def _why_overlap(run: Run) -> str:
+    if run.trainer not in ("", FULLY_ASYNC):
+        return f"{run.trainer}: its settings are not moved"
+    if not run.count("overlap/versions"):
+        return "no weight version ended"
+    if not run.count("overlap/measured"):
+        return f"rates were missing in {_plural(run.count('overlap/versions'), 'weight version')}"
+    return (f"in {_plural(run.count('overlap/versions'), 'weight version')} no setting within reach promised more; "
+            "what is set by hand stays without overlap.override")
+
+
 MODULES = (
     Module(ROUTING, "routing.enable", lambda s: s.enable and s.routing.enable,
            ("routing/inversions", "routing/moves"), _why_routing),
@@ -217,10 +228,11 @@ MODULES = (
     Module(SAMPLER, "sampler.enable", lambda s: s.enable and s.sampler.enable, ("sampler/chosen",), _why_sampler),
     Module(KEEP, "sync.requests=keep", lambda s: s.keeps, ("keep/kept",), _why_keep),
     Module(TOKEN_OUTPUTS, "token_outputs", lambda s: s.token_outputs, ("token_outputs/responses",), _why_token_outputs),
+    Module(OVERLAP, "overlap.enable", lambda s: s.overlap.enable, ("overlap/moves",), _why_overlap),
 )
 NAMES = tuple(module.name for module in MODULES)
-# agent-loop workers decide about these; their rows tell the trainer
-OF_WORKERS = (SEGMENTS, LOOPS, PRUNING, VERDICTS, ELASTIC)
+# agent-loop workers decide about all but the last, and their rows tell the trainer
+OF_TRAINER = (SEGMENTS, LOOPS, PRUNING, VERDICTS, ELASTIC, OVERLAP)
 
 
 def decided(settings: Segment, counts: Mapping[str, int], names: Iterable[str] = NAMES) -> dict[str, int]:

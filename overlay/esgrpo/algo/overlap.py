@@ -25,8 +25,8 @@ simulated settings; A is right up to a constant, which J's maximum does not depe
 
 Feedback. h starts at FIRST_STOCK; while training is the slower side it falls by LESS in a version in which the trainer
 hardly waited for groups, and rises by MORE in one in which it did. `trust` falls by TIGHTEN when entropy falls or loss,
-KL or gradient norm rises beyond what they did before, and comes back by WIDEN a version after CALM quiet versions. In
-one version concurrency moves by at most STEP, what is in process by STEP or half a version, the trigger by 2 or one
+KL or gradient norm rises, twice running beyond what is usual; it comes back by WIDEN a version after CALM quiet ones.
+In one version concurrency moves by at most STEP, what is in process by STEP or half a version, the trigger by 2 or one
 unit, and all only for a gain above DEAD_BAND, which doubles each time a setting comes back within RETURN versions and
 is itself again after a move of another cause than rates. When the measured J stays below what the start setting would
 bring at present rates, the start setting comes back, each time for twice as long. The replicas' roles are not moved
@@ -75,6 +75,7 @@ class Cause(str, enum.Enum):
     WIDENED = "widened"
     NO_GAIN = "no gain"  # back to the start setting
     LOST = "signals lost"  # the same
+    END = "end of data"  # no larger trigger would be filled
 
     __str__ = str.__str__
 
@@ -270,18 +271,23 @@ class Watch:
     deviation: float = 0.0
     seen: int = 0
     level: float = 0.0
+    doubted: float | None = None  # how far the value before this one was off, where that was too far
 
     def alarms(self, value: float | None) -> bool:
+        """A rise must last: of a batch's loss or gradient norm one version in thirty is that far off by chance."""
         value = number(value)
         if value is None:
             return False
         self.seen += 1
         gain = max(1 / self.seen, USUAL)
         off = value - self.mean if self.seen > 1 else 0.0
-        alarm = self.seen > WATCHED and (off if self.rises else -off) > ALARM * max(
+        beyond = self.seen > WATCHED and (off if self.rises else -off) > ALARM * max(
             self.deviation, LEAST_DEVIATION * abs(self.mean))
-        if not alarm:
-            self.deviation += gain * (abs(off) - self.deviation)
+        alarm = beyond and self.doubted is not None
+        if not beyond:
+            for each in (self.doubted, off):
+                self.deviation += gain * (abs(each) - self.deviation) if each is not None else 0.0
+        self.doubted = off if beyond else None
         self.mean = value if self.seen == 1 else self.mean + gain * off
         if self.seen == WATCHED:
             self.level = self.mean

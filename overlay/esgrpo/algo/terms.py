@@ -98,3 +98,4 @@ class Feature(_Word):
     WEIGHTED = "weighted"
     KEEP = "keep"
     TOKEN_OUTPUTS = "token_outputs"
+    OVERLAP = "overlap"

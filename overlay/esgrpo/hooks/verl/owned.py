@@ -7,6 +7,7 @@ flag of its own on a request, and the scheduler is a subclass of ours.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +18,8 @@ from esgrpo.algo.failures import FailedPrompts, FailureStreak
 if TYPE_CHECKING:
     from esgrpo.algo.carry_over import CarryOver
     from esgrpo.algo.history import PromptHistory
+    from esgrpo.algo.overlap import Change, Controller, Setting
+    from esgrpo.algo.rows import LoopEvent
     from esgrpo.hooks.verl.groups.rollout_driver import Driver
     from esgrpo.hooks.verl.prompts.prompt_order import PromptOrder
 
@@ -102,6 +105,24 @@ class Steps:
     """Of the fully-async trainer."""
 
     ended: float | None = None  # when its last step ended
+    of_version: list[LoopEvent] = field(default_factory=list)  # since the last weight version
+
+
+@dataclass
+class Overlap:
+    """Of the fully-async trainer."""
+
+    controller: Controller | None = None  # None before the first weight version
+    applied: Setting | None = None  # what the trainer and the rollouter were told last
+    change: Change | None = None  # decided last
+
+
+@dataclass
+class RolloutSignals:
+    """Of the rollouter: what it measured of the last weight version."""
+
+    event: LoopEvent | None = None
+    windows: list[Mapping] = field(default_factory=list)  # of the engines
 
 
 @dataclass

@@ -14,7 +14,7 @@ from esgrpo.algo import decisions
 from esgrpo.algo.rows import Decisions
 
 ROLLOUTER = "rollouter"
-counts: Counter = Counter()  # of a rollouter, or of v1's task runner
+counts: Counter = Counter()  # of a rollouter, a fully-async trainer, or v1's task runner
 _written: dict[str, tuple] = {}  # process -> what its last row said
 _tracked = decisions.Gathered()  # for Tracking: this process, and the workers whose rows came
 _batches = 0  # of the trainer
@@ -67,7 +67,7 @@ def finish() -> None:
 
 def of_rollouter(rollouter) -> dict[str, float]:
     _own(ROLLOUTER, rollouter)
-    return _metrics(set(decisions.NAMES) - set(decisions.OF_WORKERS))
+    return _metrics(set(decisions.NAMES) - set(decisions.OF_TRAINER))
 
 
 def of_v1(trainer, rows: Iterable[Mapping]) -> dict[str, float]:
@@ -81,7 +81,8 @@ def of_trainer(rows: Iterable[Mapping]) -> dict[str, float]:
     """Of the workers, with the last batch of a weight version: verl logs the mean over the batches that have one."""
     global _batches
     _take_in(rows)
+    _tracked.add("trainer", counts)
     _batches += 1
     if _batches % config.facts()["batches_per_version"]:
         return {}
-    return _metrics(decisions.OF_WORKERS)
+    return _metrics(decisions.OF_TRAINER)

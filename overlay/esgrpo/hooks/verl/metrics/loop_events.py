@@ -44,11 +44,15 @@ def of_rollouter(rollouter, history: list[tuple[float, int, int]], generated: in
         queue_limit=rollouter.max_queue_size)
 
 
-def write_rollout(event: LoopEvent | None, windows: Iterable[Mapping]) -> None:
+def write_rollout(rollouter, event: LoopEvent | None, windows: list[Mapping]) -> None:
     """`windows` of the engines that the version ended in."""
+    from esgrpo.hooks.verl import owned
+
     if event is not None:
         version = max((window["version"] for window in windows), default=event.version)
         records.write(dataclasses.replace(event, version=version))
+    signals = owned.of(rollouter, owned.RolloutSignals)
+    signals.event, signals.windows = event, windows
 
 
 def of_trainer(trainer) -> None:
@@ -65,11 +69,13 @@ def of_trainer(trainer) -> None:
         "train": sum(timing.get(key, 0.0) for key in getattr(trainer, "_TRAIN_COMPUTE_TIMING_KEYS", ()))}, "other")
     found = {ours: next((_number(metrics[key]) for key in keys if key in metrics), None)
              for ours, keys in SIGNALS.items()}
-    records.write(LoopEvent(
+    event = LoopEvent(
         side="train", version=trainer.current_param_version, start=start, seconds=now - start, spent=spent,
         groups=trainer.required_samples, tokens=sum(row["tokens"] for row in _trained if not row["pruned"]),
         age=accounting.mean_age(_trained, trainer.current_param_version - synced),
-        queued_s=accounting.mean_wait(_trained, start + spent["wait"]), **found))
+        queued_s=accounting.mean_wait(_trained, start + spent["wait"]), **found)
+    records.write(event)
+    steps.of_version.append(event)
     _trained.clear()
 
 

@@ -45,7 +45,7 @@ async def metrics(rollouter, timing, event=None) -> dict[str, float]:
     answers = await answers_if_any([call.remote() for call in methods(servers, "esgrpo_take_windows")], "take_windows",
                                    "esgrpo/bubble_rate lacks this version")
     windows = [window for answer in answers for window in answer]
-    loop_events.write_rollout(event, windows)
+    loop_events.write_rollout(rollouter, event, windows)
     paused = timing["fully_async/rollouter/version_time"] - timing["fully_async/rollouter/active_time"]
     rates = bubble(windows, paused)
     decision_counts.add_windows(windows)

@@ -54,7 +54,7 @@ def prepare(config) -> None:
     segment = _adjust(config, segment, features)
     os.environ[settings.ENV_SEGMENT] = settings.to_json(segment)
     os.environ[settings.ENV_FEATURES] = ",".join(sorted(features))
-    os.environ[settings.ENV_FACTS] = json.dumps(_facts(config))
+    os.environ[settings.ENV_FACTS] = json.dumps(_facts(config, segment))
     run_dir = os.environ.setdefault("ESGRPO_RUN_DIR", os.path.abspath(config.trainer.default_local_dir))
     goes_on = config.trainer.get("resume_mode", "auto") != "disable"
     os.environ.update(records.begun(run_dir, goes_on) if features else records.named(records.new_run(), 0))
@@ -119,9 +119,9 @@ def is_v1(config) -> bool:
     return bool(config.trainer.get("use_v1", False)) and config.get("async_training") is None
 
 
-def _facts(config) -> dict:
+def _facts(config, segment) -> dict:
     """Accelerators (trainer plus standalone rollout), rollout replicas, optimiser steps and prompts of a version."""
-    from esgrpo.hooks.verl.run.config_rules import optimizer_steps_per_version, prompts_per_version
+    from esgrpo.hooks.verl.run.config_rules import optimizer_steps_per_version, overlap_fixed, prompts_per_version
 
     rollout = config.get("rollout")
     if is_v1(config):
@@ -134,7 +134,8 @@ def _facts(config) -> dict:
     return {"devices": trainer + standalone, "replicas": (standalone or trainer) // replica,
             "optimizer_steps_per_version": optimizer_steps_per_version(config, is_v1(config)),
             "prompts_per_version": prompts_per_version(config), **_trainer(config),
-            "response_length": config.data.max_response_length}
+            "response_length": config.data.max_response_length,
+            "overlap_fixed": sorted(overlap_fixed(config, segment))}
 
 
 def _trainer(config) -> dict:

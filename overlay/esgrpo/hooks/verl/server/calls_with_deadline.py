@@ -51,3 +51,11 @@ def say_late(what: str, consequence: str) -> None:
     if what not in said:
         said.add(what)
         say(late(what, consequence))
+
+
+def say_failed(what: str, error: Exception, consequence: str) -> None:
+    """The same of a call to any actor that failed or was late, as Ray says it: of a traceback the last line."""
+    if what not in said:
+        said.add(what)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        say(EsgrpoError(what, lines[-1], "an answer", consequence, "report this; the run goes on without"))

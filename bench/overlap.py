@@ -1,0 +1,145 @@
+"""Overlap control in real runs whose rollout becomes twice as slow half way, beside fixed settings.
+
+    python -m bench.overlap --results bench/results/overlap_cpu.json
+
+Every arm is a real fully-async run (Ray, vLLM, weight syncs, an optimiser) of the same command, seed and wall time.
+Engine steps sleep, so that rollout has a speed of its own although all processes share the cores: `bench/slow_engine`
+makes the delay of --step-ms, and doubles the steps' length after --half seconds. Throughput is in trained tokens/s, and
+in fresh ones: each weighs exp(-age / age_scale), age in optimiser steps. The first --skip seconds of either half are
+left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.common import ROOT, TESTBED, arm, stack
+from bench.common.console import print_table, say
+from bench.common.provenance import commit, cpu_model, without_folders
+from bench.testbed import make_data
+from esgrpo.records import read
+
+SEGMENT = "+actor_rollout_ref.rollout.segment"
+GROUP_SIZE, MINI_BATCH, RESPONSE_LENGTH, MAX_NUM_SEQS = 4, 8, 128, 128
+AGE_SCALE = 4.0
+PROMPTS, HELD_OUT = 256, 16
+
+
+@dataclass(frozen=True)
+class Arm:
+    concurrent: int  # groups in flight
+    staleness: float
+    controlled: bool = False
+
+
+ARMS = {"controlled": Arm(8, 0.5, True), "fixed 8, 0.5": Arm(8, 0.5), "fixed 24, 2": Arm(24, 2.0)}
+
+
+def overrides(each: Arm, data: Path, run_dir: Path, seed: int) -> list[str]:
+    control = [f"{SEGMENT}.overlap.enable=True", f"{SEGMENT}.overlap.override=True",
+               f"{SEGMENT}.overlap.age_scale={AGE_SCALE}"] if each.controlled else []
+    return [*stack.fully_async(str(TESTBED / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
+                               str(TESTBED / "reward.py"), str(run_dir), response_length=RESPONSE_LENGTH,
+                               group_size=GROUP_SIZE, mini_batch=MINI_BATCH, staleness=each.staleness,
+                               concurrent=each.concurrent, max_num_seqs=MAX_NUM_SEQS),
+            f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}", f"{SEGMENT}.observe=True",
+            'trainer.logger=["console","file"]', *control]
+
+
+def half(events: list[dict], start: float, end: float) -> dict[str, float]:
+    """Of the trainer's batches that ended in it."""
+    mine = [e for e in events if e["side"] == "train" and start <= e["start"] + e["seconds"] <= end]
+    if not mine:
+        raise RuntimeError(f"no batch was trained in {end - start:.0f} s: raise --half")
+    seconds = sum(event["seconds"] for event in mine)
+    # age in optimiser steps: in weight versions, times those of one, as a version here is one trigger
+    fresh = sum(e["tokens"] * math.exp(-(e["age"] or 0.0) * e["groups"] / MINI_BATCH / AGE_SCALE) for e in mine)
+    tokens = sum(event["tokens"] for event in mine)
+    return {"versions": len(mine), "tokens/s": tokens / seconds, "fresh tokens/s": fresh / seconds,
+            "trainer waits": sum(e["spent"]["wait"] for e in mine) / seconds,
+            "mean age, versions": sum((e["age"] or 0.0) * e["tokens"] for e in mine) / tokens}
+
+
+def unaccounted(events: list[dict]) -> float:
+    """Share of the wall time between a side's first and last event that no part of its events accounts for."""
+    worst = 0.0
+    for side in ("train", "rollout"):
+        mine = [event for event in events if event["side"] == side]
+        wall = mine[-1]["start"] + mine[-1]["seconds"] - mine[0]["start"]
+        worst = max(worst, abs(wall - sum(sum(event["spent"].values()) for event in mine)) / wall)
+    return worst
+
+
+def measure(run_dir: Path, each: Arm, options) -> dict:
+    events, moves = read(str(run_dir), "events"), read(str(run_dir), "moves")
+    shift = float((run_dir / "slow_since").read_text())
+    first = min(event["start"] for event in events if event["side"] == "train")
+    last = max(event["start"] + event["seconds"] for event in events if event["side"] == "train")
+    later = sorted(e["version"] for e in events if e["side"] == "train" and e["start"] + e["seconds"] > shift)
+    moved = [move for move in moves if move["version"] >= later[0]]
+    return {"start": {"concurrency": each.concurrent, "staleness": each.staleness, "trigger": MINI_BATCH},
+            "before": half(events, first + options.skip, shift), "after": half(events, shift + options.skip, last),
+            "shift at version": later[0], "unaccounted": unaccounted(events),
+            "versions from the shift to the first move": moved[0]["version"] - later[0] if moved else None,
+            "moves": [{key: move[key] for key in ("version", "cause", "before", "after")} for move in moves]}
+
+
+def run(name: str, options) -> dict:
+    each, run_dir = ARMS[name], options.out / f"{options.seed}-{name.replace(', ', '-').replace(' ', '-')}"
+    if options.measure_only:
+        return measure(run_dir, each, options)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    data = options.out / "data"
+    make_data.write("search", options.seed, {"train": PROMPTS, "val": HELD_OUT}, data)
+    arm.run(name, overrides(each, data, run_dir, options.seed), run_dir, ROOT / "overlay",
+            budget_s=2 * options.half + options.skip, say=say, environment={
+                "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "overlay", ROOT / "bench" / "slow_engine", ROOT))),
+                "SLOW_STEP_MS": str(options.step_ms), "SLOW_AFTER_S": str(options.half),
+                "SLOW_MARK": str(run_dir / "slow_since")})
+    return measure(run_dir, each, options)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.overlap", description=__doc__.splitlines()[0])
+    parser.add_argument("--arms", default=";".join(ARMS), help="separated by ;")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--step-ms", type=float, default=20.0, help="that an engine step sleeps; twice that later")
+    parser.add_argument("--half", type=float, default=100.0, help="seconds before rollout becomes slower, and after")
+    parser.add_argument("--skip", type=float, default=20.0, help="seconds at the start of a half that do not count")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "overlap")
+    parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
+    parser.add_argument("--measure-only", action="store_true", help="of runs that were made before")
+    options = parser.parse_args(argv)
+    options.out = options.out.resolve()
+    names = options.arms.split(";")
+    if set(names) - set(ARMS):
+        parser.error(f"unknown arm in {names}; known: {', '.join(ARMS)}")
+    found = {name: run(name, options) for name in names}
+    rows = [[name, part, *(f"{number:.2f}" for number in result[part].values())]
+            for name, result in found.items() for part in ("before", "after")]
+    print_table([["arm", "half", *next(iter(found.values()))["before"]], *rows])
+    for name, result in found.items():
+        say(f"{name}: {len(result['moves'])} moves, the first {result['versions from the shift to the first move']} "
+            f"versions after the shift; {result['unaccounted']:.2%} of the wall time unaccounted for")
+    if options.results:
+        command = " ".join(["python -m bench.overlap", *map(shlex.quote, argv if argv is not None else sys.argv[1:])])
+        options.results.write_text(json.dumps({
+            "command": without_folders(command), "commit": commit(), "seed": options.seed,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": f"{os.cpu_count()} cores of {cpu_model()}",
+            "python": platform.python_version(), "age_scale": AGE_SCALE, "step_ms": options.step_ms,
+            "arms": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""What the overlap controller is given in a run: limits, a window of two sides, and the end of the data."""
+
+from __future__ import annotations
+
+import pytest
+
+from esgrpo.algo.overlap import Setting, Window
+from esgrpo.algo.overlap_signals import (
+    Rollout,
+    Run,
+    at_the_end,
+    begun_at_most,
+    limits_of,
+    pause,
+    start_of,
+    window,
+)
+
+RUN = Run(mini_batch=8, triggers_per_version=2, replicas=2, capacity=64, max_staleness=4.0, max_batches=4)
+ROLLOUT = Rollout(concurrency=32, left=1000, seconds=10.0, in_flight=20.0, tokens=5000, pause_s=0.5, surprisal=0.9)
+
+
+def step(groups=8, tokens=800, age=0.5, entropy=None, **spent):
+    return {"groups": groups, "tokens": tokens, "age": age, "entropy": entropy, "loss": 0.1, "kl": None,
+            "grad_norm": 2.0, "spent": {"wait": 1.0, "sync": 0.0, "train": 3.0, "other": 0.5, **spent}}
+
+
+@pytest.mark.parametrize("staleness, begun", [(0.1, 17), (0.0, 16), (0.5, 24), (1.99, 47)])
+def test_the_start_setting_begins_as_many_groups_as_verl_does(staleness, begun):
+    start = start_of(ROLLOUT, staleness, 8, 2)
+    assert begun_at_most(start, 2) == begun == int(8 * (staleness + 1) * 2)
+    limits = limits_of(RUN, start)
+    assert limits.within(start.concurrency, limits.in_process(start), start.trigger) == start
+
+
+def test_every_whole_number_in_process_is_begun():
+    """8 x 3 x (1 + 7 / 24) is 30.999... in floats."""
+    for groups in range(1, 60):
+        for waiting in range(groups * 3):
+            assert begun_at_most(Setting(1, waiting / groups, groups), 1) == groups + waiting
+
+
+@pytest.mark.parametrize("fixed", [(), ("concurrency",), ("staleness", "trigger")])
+def test_limits_hold_the_start_and_nothing_else_of_what_is_fixed(fixed):
+    start = Setting(100, 5.0, 64)  # beyond all of them
+    limits = limits_of(Run(**{**vars(RUN), "fixed": fixed}), start)
+    for name, free in (("concurrency", (2, 100)), ("staleness", (0.0, 5.0)), ("trigger", (8, 64))):
+        value = getattr(start, name)
+        assert getattr(limits, name) == ((value, value) if name in fixed else free)
+
+
+def test_a_window_adds_up_the_batches_of_a_version():
+    found = window(7, ROLLOUT, [step(sync=0.0), step(tokens=2400, age=1.5, sync=2.0)], mini_batch=8)
+    assert found == Window(
+        version=7, seconds=10.0, tokens=5000, in_flight=20.0, pause_s=0.5, group_tokens=200.0, trained_tokens=3200,
+        train_s=6.0, sync_s=3.0, wait_s=2.0, age=1.25 * 2 + 0.5, entropy=0.9, loss=0.1, kl=None, grad_norm=2.0)
+    assert window(7, ROLLOUT, [step(entropy=0.3)], 8).entropy == 0.3  # the trainer's own is exact
+
+
+def test_what_was_not_measured_stays_open():
+    assert window(3, None, [], 8) == Window(version=3)
+    found = window(3, None, [step(tokens=0, age=None)], 8)
+    assert (found.group_tokens, found.trained_tokens, found.age, found.train_s) == (None, None, None, 3.0)
+    assert pause([]) is None and pause([{"sync": 3.0, "capacity": 0}]) is None
+    assert pause([{"sync": 3.0, "capacity": 2}, {"sync": 1.0, "capacity": 2}]) == 1.0
+
+
+@pytest.mark.parametrize("trigger, left, after", [
+    (32, 64, 32), (32, 63, 24), (32, 32, 16), (32, 15, 8), (32, 0, 8), (8, 3, 8), (16, 31, 8)])
+def test_at_the_end_of_the_data_no_finished_group_is_left_in_a_batch_that_is_never_full(trigger, left, after):
+    start = Setting(32, 0.5, 8)
+    setting = Setting(48, 1.0, trigger)
+    found = at_the_end(setting, start, limits_of(RUN, start), left)
+    assert found == Setting(48, 1.0, after)
+    assert found.trigger == setting.trigger or found.trigger * RUN.triggers_per_version <= max(left, 16)

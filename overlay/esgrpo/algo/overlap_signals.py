@@ -1,0 +1,97 @@
+"""What the overlap controller is given in a run, from what both sides of the loop measured; and what a setting means
+there. Pure, standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from esgrpo.algo.overlap import TINY, Limits, Setting, Window
+
+CONCURRENCY, STALENESS, TRIGGER = "concurrency", "staleness", "trigger"  # fields of Setting
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What the rollouter tells at a weight version. None: not measured. Of verl's settings these are those in force."""
+
+    concurrency: int  # groups in flight at most
+    left: int  # groups that the trainer will still be given, itself not asked: neither trained nor in its batch
+    seconds: float | None = None
+    in_flight: float | None = None
+    tokens: int | None = None  # decoded by all replicas
+    pause_s: float | None = None
+    surprisal: float | None = None  # mean, nats a token
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's configuration says of the limits. Sizes in groups."""
+
+    mini_batch: int
+    triggers_per_version: int
+    replicas: int
+    capacity: int  # in flight at most: of the engines, or as set
+    max_staleness: float
+    max_batches: int
+    fixed: Collection[str] = ()  # of the settings above
+
+
+def start_of(rollout: Rollout, staleness: float, trigger: int, triggers_per_version: int) -> Setting:
+    """The user's setting, the staleness as verl makes use of it: it begins whole groups, rounded down."""
+    version = trigger * triggers_per_version
+    return Setting(rollout.concurrency, (int(version * (1 + staleness)) - version) / version, trigger)
+
+
+def limits_of(run: Run, start: Setting) -> Limits:
+    """Bounds that hold the start setting. A batch of whole mini-batches is divisible by whatever verl divides a
+    mini-batch by, so that the data-parallel size asks for nothing more."""
+    def bounds(name: str, low, high):
+        value = getattr(start, name)
+        return (value, value) if name in run.fixed else (min(low, value), max(high, value))
+
+    return Limits(bounds(CONCURRENCY, run.replicas, run.capacity), bounds(STALENESS, 0.0, run.max_staleness),
+                  bounds(TRIGGER, run.mini_batch, run.max_batches * run.mini_batch), run.mini_batch,
+                  triggers_per_version=run.triggers_per_version)
+
+
+def begun_at_most(setting: Setting, triggers_per_version: int) -> int:
+    """Groups that rollout may begin in a version, those counted that were in process at its start."""
+    return int(setting.trigger * triggers_per_version * (1 + setting.staleness) + TINY)
+
+
+def pause(windows: Sequence[Mapping]) -> float | None:
+    """Seconds of a weight sync in which a replica decodes nothing, mean over engine windows with room for requests."""
+    found = [window["sync"] / window["capacity"] for window in windows if window["capacity"] > 0]
+    return sum(found) / len(found) if found else None
+
+
+def window(version: int, rollout: Rollout | None, steps: Sequence[Mapping], mini_batch: int) -> Window:
+    """Of one weight version. `steps`: rows of kind `events` of the trainer's batches, the last one ends it."""
+    found = Window(version=version)
+    if rollout is not None:
+        found = replace(found, seconds=rollout.seconds, tokens=rollout.tokens, in_flight=rollout.in_flight,
+                        pause_s=rollout.pause_s, entropy=rollout.surprisal)
+    if not steps:
+        return found
+    groups, tokens = (sum(step[name] or 0 for step in steps) for name in ("groups", "tokens"))
+    aged = [(step["age"], step["tokens"]) for step in steps if step["age"] is not None and step["tokens"]]
+    updates = groups / mini_batch  # optimiser steps of a version; a token's own lies half of them in, on the mean
+    spent = {part: sum(step["spent"][part] for step in steps) for part in ("train", "sync", "other", "wait")}
+    last = steps[-1]
+    return replace(
+        found, group_tokens=tokens / groups if groups and tokens else None, trained_tokens=tokens or None,
+        train_s=spent["train"], sync_s=spent["sync"] + spent["other"], wait_s=spent["wait"],
+        age=sum(age * count for age, count in aged) / sum(count for _, count in aged) * updates + (updates - 1) / 2
+        if aged else None,
+        entropy=found.entropy if last["entropy"] is None else last["entropy"], loss=last["loss"], kl=last["kl"],
+        grad_norm=last["grad_norm"])
+
+
+def at_the_end(setting: Setting, start: Setting, limits: Limits, left: int) -> Setting:
+    """A trigger that was raised comes down to what is left of the data, in whole units: verl throws away what does not
+    fill the last batch."""
+    if setting.trigger <= start.trigger or left >= limits.groups(setting):
+        return setting
+    most = left // (limits.unit * limits.triggers_per_version) * limits.unit
+    return replace(setting, trigger=max(most, limits.trigger[0]))

@@ -1,0 +1,67 @@
+"""What the trainer asks of the rollouter and of the queue between them at a weight version. No hook.
+
+Plain functions that Ray runs in the other actor's event loop, between two of its awaits: they await nothing
+themselves, so that no lock of verl's is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from esgrpo.algo import overlap_signals
+
+
+def report(rollouter) -> overlap_signals.Rollout:
+    """What it measured of the version that ended, and its settings in force."""
+    from esgrpo.hooks.verl import owned
+
+    signals = owned.take(rollouter, owned.RolloutSignals)
+    event, windows = signals.event, signals.windows
+    counted = sum(window["surprisal_tokens"] for window in windows)
+    return overlap_signals.Rollout(
+        concurrency=rollouter.max_concurrent_samples, left=_left(rollouter),
+        seconds=event and event.seconds, in_flight=event and event.in_flight,
+        tokens=sum(window["tokens"] for window in windows) if windows else None,
+        pause_s=overlap_signals.pause(windows),
+        surprisal=sum(window["surprisal"] for window in windows) / counted if counted else None)
+
+
+def _left(rollouter) -> int:
+    """Groups that are neither trained nor in the trainer's hands; at times one less, as verl does not say whether the
+    last one it drew is in its queue already. Once all are fed, that queue also holds verl's end signal."""
+    fed = rollouter.feed_task is None or rollouter.feed_task.done()
+    waiting = rollouter.pending_queue.qsize() - fed
+    unfed = 0 if fed else rollouter.total_rollout_steps - rollouter.global_steps
+    return max(0, unfed + waiting + rollouter.staleness_samples)
+
+
+def grow_queue(queue, size: int) -> int:
+    """Its bound, at least `size`. verl's deque throws away the oldest group when it is full; that of queue-drops-nothing
+    takes a new bound as its own. It never shrinks: it may hold more than a smaller bound lets rollout begin."""
+    from esgrpo.hooks.verl import owned
+
+    bound = queue.max_queue_size
+    if bound == math.inf:
+        bound = owned.of(queue, owned.Queue).overflow.limit
+    if size <= bound:
+        return bound
+    if isinstance(queue.queue, deque):
+        queue.queue = deque(queue.queue, maxlen=size)
+    queue.max_queue_size = size
+    return size
+
+
+def move(rollouter, concurrency: int, staleness: float, trigger: int, begun: int, queue_size: int) -> bool:
+    """`begun`: groups that may be begun in a version, those in process at its start counted. Returns True: done."""
+    replicas = max(1, len(rollouter.llm_server_manager.get_replicas()))
+    rollouter.staleness_threshold, rollouter.required_samples = staleness, trigger
+    rollouter.max_required_samples, rollouter.max_queue_size = begun, queue_size
+    # verl computes the limit again from this when replicas come and go
+    rollouter.concurrent_samples_per_replica = max(1, round(concurrency / replicas))
+    rollouter.max_concurrent_samples = min(concurrency, begun)
+    rollouter._record_active_count()
+    # as reset_staleness does: under another bound there may be room, and verl itself looks only every 10 s
+    rollouter.paused = False
+    rollouter._resume_event.set()
+    return True
