@@ -15,7 +15,7 @@ from esgrpo import config, engine, records
 from esgrpo.algo.overlap import Setting
 from esgrpo.call import wrapped
 from esgrpo.hooks.verl import owned
-from esgrpo.hooks.verl.buffer import queue_drops_nothing
+from esgrpo.hooks.verl.buffer import nothing_dropped
 from esgrpo.hooks.verl.metrics import decision_counts, loop_events
 from esgrpo.hooks.verl.overlap import overlap_control, rollouter_settings
 from esgrpo.hooks.verl.run import stop_after_step, stop_request
@@ -170,10 +170,10 @@ def test_a_full_queue_of_verl_throws_away_what_the_grown_one_keeps():
 
 def test_a_queue_that_drops_nothing_gets_the_new_bound():
     made = queue(range(6))
-    queue_drops_nothing.unbounded(made)
+    nothing_dropped.unbounded(made)
     assert rollouter_settings.grow_queue(made, 4) == 6 and made.max_queue_size == math.inf
     assert rollouter_settings.grow_queue(made, 9) == 9
-    assert queue_drops_nothing.unbounded(made).limit == 9 and made.max_queue_size == math.inf
+    assert nothing_dropped.unbounded(made).limit == 9 and made.max_queue_size == math.inf
     assert len(made.queue) == 6 and rollouter_settings.grow_queue(made, 8) == 9
 
 

@@ -37,8 +37,8 @@ def _left(rollouter) -> int:
 
 
 def grow_queue(queue, size: int) -> int:
-    """Its bound, at least `size`. verl's deque throws away the oldest group when it is full; that of queue-drops-nothing
-    takes a new bound as its own. It never shrinks: it may hold more than a smaller bound lets rollout begin."""
+    """Its bound, at least `size`. verl's deque throws away the oldest group when it is full; that of
+    queue-drops-nothing takes a new bound as its own. It never shrinks: it may hold what a larger bound let in."""
     from esgrpo.hooks.verl import owned
 
     bound = queue.max_queue_size
@@ -46,7 +46,7 @@ def grow_queue(queue, size: int) -> int:
         bound = owned.of(queue, owned.Queue).overflow.limit
     if size <= bound:
         return bound
-    if isinstance(queue.queue, deque):
+    if queue.queue.maxlen is not None:
         queue.queue = deque(queue.queue, maxlen=size)
     queue.max_queue_size = size
     return size
