@@ -108,6 +108,23 @@ def test_the_oldest_weights_leave_first(module):
     assert versions_of(plain) == [2, 3]  # negative control: in order of arrival, as far as they are there
 
 
+def through_ray(value):
+    """As an actor gets it: what Ray's own serialisation takes for bytes arrives as bytes, whatever its class."""
+    from ray._private import worker
+    from ray._private.serialization import SerializationContext
+
+    sent = SerializationContext(worker.global_worker).serialize(value)
+    return bytes(value) if type(sent).__name__ == "RawSerializedObject" else pickle.loads(pickle.dumps(value))
+
+
+def test_a_class_of_bytes_would_not_arrive():
+    """Negative control: why a sent sample is none."""
+    kind = type("Kind", (bytes,), {})
+    assert type(through_ray(kind(b"x"))) is bytes
+    arrived = through_ray(SentSample.of(b"x", "sample_0_1", 3))
+    assert (type(arrived), bytes(arrived), arrived.name, arrived.version) == (SentSample, b"x", "sample_0_1", 3)
+
+
 def client_of(module, hooked: bool):
     """verl's client of an actor that answers at once; `sent` is what Ray would have brought there."""
     kind, sent = module.MessageQueueClient, []
@@ -115,7 +132,7 @@ def client_of(module, hooked: bool):
         kind = type("Client", (kind,), {"put_sample": wrapped(oldest_first, kind.put_sample)})
 
     def remote(sample):
-        sent.append(pickle.loads(pickle.dumps(sample)))
+        sent.append(through_ray(sample))
         done = concurrent.futures.Future()
         done.set_result(True)
         return SimpleNamespace(future=lambda: done)
@@ -174,12 +191,12 @@ class Actor:
         self.queue = queue
 
     async def call(self, function):
-        return pickle.loads(pickle.dumps(function(self.queue)))
+        return through_ray(function(self.queue))
 
     @staticmethod
     def later(function, sample):
         done = concurrent.futures.Future()
-        task = asyncio.ensure_future(function(pickle.loads(pickle.dumps(sample))))
+        task = asyncio.ensure_future(function(through_ray(sample)))
         task.add_done_callback(lambda _: done.set_result(task.result()))
         return SimpleNamespace(future=lambda: done)
 
@@ -295,6 +312,39 @@ def test_a_failed_write_costs_neither_checkpoint_nor_prompts(module, rollouter_c
     (tmp_path / (whole_samples.FILE + ".new")).mkdir()
     whole_samples.save([SentSample.of(b"x", "sample_0_1", 1)], str(tmp_path))
     assert "1 samples would be generated again" in capfd.readouterr().err
+
+
+def test_switched_off_nothing_is_saved_nor_taken_back(module, rollouter_class, tmp_path, monkeypatch):  # noqa: F811
+    """Else what is taken from the checkpoint would wait for nobody."""
+    from esgrpo import engine
+
+    def counts():
+        made = restarts.rollouter_of(rollouter_class, tmp_path, hooked=True)
+        found = in_flight.buffer_of(made).counts()
+        return found[Status.WAITING], found[Status.CARRIED]
+
+    asyncio.run(one_start(rollouter_class, module, tmp_path, 1, whole=True))
+    waiting, carried = counts()
+    assert waiting and carried
+    monkeypatch.setattr(engine, "out_of_action", lambda slug: f"{slug} DISABLED")
+    assert counts() == (waiting + carried, 0)
+    queue = queue_of(module, hooked=True)
+    asyncio.run(queue.put_sample(SentSample.of(b"x", "sample_0_1", 1)))
+    made = SimpleNamespace(message_queue_client=module.MessageQueueClient(Actor(queue)))
+    assert asyncio.run(whole_samples.in_queue(made)) == []
+    monkeypatch.undo()
+    assert [sample.name for sample in asyncio.run(whole_samples.in_queue(made))] == ["sample_0_1"]
+
+
+def test_samples_of_a_checkpoint_without_weights_go(tmp_path):
+    """verl has removed its weights; the newest, and any that has weights, keep theirs."""
+    for number in (1, 2, 3):
+        (tmp_path / f"global_step_{number}").mkdir()
+        whole_samples.save([SentSample.of(b"x", "sample_0_1", 1)], str(tmp_path / f"global_step_{number}"))
+        if number == 2:
+            (tmp_path / "global_step_2" / whole_samples.WEIGHTS).mkdir()
+    assert [(tmp_path / f"global_step_{number}" / whole_samples.FILE).exists() for number in (1, 2, 3)] == [
+        False, True, True]
 
 
 @pytest.mark.hook("rollouter-windows")

@@ -103,8 +103,11 @@ class ExperienceBuffer:
         return sorted([*self.waiting, *entries], key=lambda entry: entry.draw)
 
 
-class SentSample(bytes):
-    """A sample as it is sent, with what its receivers need of it without decoding it."""
+class SentSample(bytearray):
+    """A sample as it is sent, with what its receivers need of it without decoding it.
+
+    Not of type bytes: Ray sends these raw, whatever their class.
+    """
 
     name: str = ""
     version: int | None = None  # weight version of its first token, where its order is to follow it

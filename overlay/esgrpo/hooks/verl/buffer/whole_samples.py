@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from esgrpo.engine import Hook
@@ -25,6 +26,7 @@ HOOK = Hook(
 )
 
 FILE = "esgrpo_finished.pt"  # samples as verl sends them, pickled; beside verl's own data.pt
+WEIGHTS = "actor"  # verl's folder of them in a checkpoint
 FORMAT = 1
 
 
@@ -41,12 +43,19 @@ async def around(call):
     return await call()
 
 
+def off() -> bool:
+    """Nobody would put them back: they are neither saved nor taken from a checkpoint."""
+    from esgrpo import engine
+
+    return bool(engine.out_of_action(HOOK.slug))
+
+
 async def in_queue(rollouter) -> list:
     """The samples that wait in the queue; none where it does not answer, said once: they would start anew."""
     from esgrpo.hooks.verl.server.calls_with_deadline import answers_if_any
 
     queue = getattr(getattr(rollouter, "message_queue_client", None), "queue_actor", None)
-    if queue is None:
+    if queue is None or off():
         return []
     found = await answers_if_any([queue.__ray_call__.remote(_held)], "held", "a restart generates what waits again")
     return [sample for samples in found for sample in samples]
@@ -65,7 +74,7 @@ def still_open(samples, known) -> list:
 
 
 def save(samples, folder: str) -> None:
-    """A failed write costs time after a restart, not the checkpoint."""
+    """A failed write costs time after a restart, not the checkpoint. Those of checkpoints without weights go."""
     import torch
 
     from esgrpo import engine
@@ -79,6 +88,17 @@ def save(samples, folder: str) -> None:
     except (OSError, RuntimeError) as error:  # torch says RuntimeError when a disk is full
         say(EsgrpoError("finished samples", f"{path}: {error}", "written with the checkpoint",
                         f"{len(samples)} samples would be generated again after a restart from it", "make room"))
+    _forget_others(folder)
+
+
+def _forget_others(folder: str) -> None:
+    """verl removes the weights of an old checkpoint (trainer.max_actor_ckpt_to_keep) and leaves its folder."""
+    parent, mine = os.path.split(os.path.abspath(folder))
+    with contextlib.suppress(OSError):  # they only take room
+        for name in os.listdir(parent):
+            path = os.path.join(parent, name, FILE)
+            if name != mine and os.path.exists(path) and not os.path.isdir(os.path.join(parent, name, WEIGHTS)):
+                os.remove(path)
 
 
 def load(folder: str) -> list:
@@ -106,7 +126,7 @@ def come_back(rollouter, folder: str) -> None:
     from esgrpo.hooks.verl import owned
 
     experience = owned.of(rollouter, owned.Experience)
-    samples = {sample.name: sample for sample in load(folder)}
+    samples = {} if off() else {sample.name: sample for sample in load(folder)}
     found = experience.buffer.back(samples)
     experience.whole = [samples[entry.was] for entry in found]
     experience.names = frozenset(entry.was for entry in found)
