@@ -58,6 +58,10 @@ def test_a_step_of_the_trainer_is_accounted_for(run_dir):
     assert first["queued_s"] == pytest.approx(3.0, abs=0.5)  # collected 4 s after the step began, 10 s ago
     assert then["start"] == pytest.approx(first["start"] + first["seconds"])
     assert then["tokens"] == 0 and then["age"] is None and then["queued_s"] is None
+    told = loop_events.take_metrics()  # with the next step, as verl has logged this one
+    assert told["esgrpo/overlap/trainer/wait"] == pytest.approx(then["spent"]["wait"] / then["seconds"])
+    assert sum(value for name, value in told.items() if "/trainer/" in name) == pytest.approx(1.0)
+    assert loop_events.take_metrics() == {}
     for event in (first, then):
         assert sum(event["spent"].values()) == pytest.approx(event["seconds"])
 
@@ -96,6 +100,8 @@ def reset(made) -> dict:
 def test_a_version_of_the_rollouter_is_accounted_for(run_dir):
     timing = reset(rollouter(rollouter_windows))
     event, = records.read(run_dir, "events")
+    assert timing["esgrpo/overlap/rollouter/idle"] == pytest.approx(event["spent"]["idle"] / event["seconds"])
+    assert timing["esgrpo/overlap/queue_fill"] == 5 / 24
     assert timing["fully_async/rollouter/step_generated_samples"] == event["groups"] == 6
     assert event["side"] == "rollout" and event["seconds"] == pytest.approx(10.0, abs=0.5)
     assert event["spent"]["idle"] == pytest.approx(2.0)

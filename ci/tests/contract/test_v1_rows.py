@@ -131,7 +131,7 @@ def trained(queue, monkeypatch, tmp_path, hooked: bool, change=lambda queue: Non
             owned.Pruned: owned.Pruned(groups=2, replaced=2, tokens=9)}),
         config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout, model=SimpleNamespace())))
     original, metrics = PPOTrainer._compute_metrics, {}
-    timing = dict.fromkeys(("step", "gen", "update_actor"), 1.0)
+    timing = {"step": 8.0, "gen": 4.0, "update_actor": 2.0, "update_weights": 1.0}
     (wrapped(v1_trained_rows, original) if hooked else original)(trainer, batch_of(queue, *queue.rows), metrics, timing,
                                                               global_steps=3, epoch=0)
     return read(str(tmp_path), "trained"), metrics
@@ -145,6 +145,19 @@ def test_trained_rows_leave_out_padding_and_all_outputs_but_the_last(queue, monk
     assert all(row["correct"] for row in rows)  # acc decides, the scores are zero
     assert metrics["training/global_step"] == 3 and metrics["esgrpo/bubble_rate"] == 0.5
     assert "esgrpo/prune/rate" in metrics
+
+
+def test_a_step_is_accounted_for(queue, monkeypatch, tmp_path):
+    """By verl's own timers; what they leave out is "other", and all of it the time since the step before."""
+    from esgrpo.records import read
+
+    _, metrics = trained(queue, monkeypatch, tmp_path, hooked=True)
+    event, = read(str(tmp_path), "events")
+    assert (event["side"], event["version"], event["groups"], event["tokens"]) == ("train", 3, 3, 11)
+    assert event["spent"] == pytest.approx({"wait": 4.0, "sync": 1.0, "train": 2.0, "other": 1.0})
+    assert sum(event["spent"].values()) == pytest.approx(event["seconds"]) and event["age"] == 2.0
+    assert metrics["esgrpo/overlap/trainer/wait"] == pytest.approx(0.5) and metrics["esgrpo/overlap/age"] == 2.0
+    assert event["no_devices"] or event["devices"]
 
 
 def test_audited_pruning_is_reported_with_its_length_bias(queue, monkeypatch, tmp_path):

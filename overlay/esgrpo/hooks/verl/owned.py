@@ -102,7 +102,7 @@ class TrainedPrompts:
 
 @dataclass
 class Steps:
-    """Of the fully-async trainer."""
+    """Of the fully-async trainer, or of v1's."""
 
     ended: float | None = None  # when its last step ended
     of_version: list[LoopEvent] = field(default_factory=list)  # since the last weight version

@@ -1,7 +1,8 @@
-"""What both sides of the fully async loop spend their time on: rows of kind `events`. No hook.
+"""What both sides of the loop spend their time on: rows of kind `events`, and esgrpo/overlap/* for Tracking. No hook.
 
-Called by rollouter-windows and by stop-after-step, which see the end of a weight version and of a step. verl's own idle
-ratios do not sum to the wall time: its rollouter counts one pause of a version, its trainer adds up timers of steps.
+Called by rollouter-windows and stop-after-step (fully async), which see the end of a weight version and of a step, and
+by v1-trained-rows. verl's own idle ratios do not sum to the wall time: its rollouter counts one pause of a version, its
+trainer adds up timers of steps.
 """
 
 from __future__ import annotations
@@ -11,18 +12,67 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 
-from esgrpo import records
+from esgrpo import records, utilisation
 from esgrpo.algo import accounting
 from esgrpo.algo.rows import LoopEvent
 
 SIGNALS = {"loss": ("actor/pg_loss", "actor/loss"), "grad_norm": ("actor/grad_norm",), "entropy": ("actor/entropy",),
            "kl": ("actor/ppo_kl", "actor/kl_loss")}  # ours -> verl's, the first that is there
+V1_TRAINS = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # verl's timers
+V1_SYNCS = ("update_weights", "switch_to_rollout")
 _trained: list[Mapping] = []  # rows of the batch in hand
+_untold: dict[str, float] = {}  # metrics of the step that ended after verl had logged it
 
 
 def note(rows: Iterable[Mapping]) -> None:
     """Rows of the batch that was trained in this step."""
     _trained[:] = rows
+
+
+def take_metrics() -> dict[str, float]:
+    """Of the trainer's step before this one."""
+    taken = dict(_untold)
+    _untold.clear()
+    return taken
+
+
+def metrics_of(event: LoopEvent | None) -> dict[str, float]:
+    """Shares of the side's time, which sum to 1, and what else was measured."""
+    if event is None:
+        return {}
+    side = {"train": "trainer", "rollout": "rollouter"}[event.side]
+    found = {f"esgrpo/overlap/{side}/{name}": seconds / event.seconds
+             for name, seconds in event.spent.items() if event.seconds > 0}
+    if event.devices:
+        found[f"esgrpo/overlap/{side}/devices"] = sum(busy for busy, _ in event.devices.values()) / len(event.devices)
+    fill = event.queue / event.queue_limit if event.queue is not None and event.queue_limit else None
+    measured = {"in_flight": event.in_flight, "queue_fill": fill, "age": event.age, "queued_s": event.queued_s}
+    return {**found, **{f"esgrpo/overlap/{name}": value for name, value in measured.items() if value is not None}}
+
+
+def of_v1(trainer, rows: list[Mapping], timing: Mapping[str, float], metrics: Mapping) -> dict[str, float]:
+    """At the end of a step of a v1 trainer; `rows` were trained in it, `timing` and `metrics` are verl's of it.
+
+    The step trains under the weights of the version before its own. What waits for groups is `gen`, under
+    `trainer_mode=sync` all of generation; checkpoints and validation are "other".
+    """
+    from esgrpo.hooks.verl import owned
+
+    steps, now = owned.of(trainer, owned.Steps), time.time()
+    start = steps.ended or now - timing.get("step", 0.0) - timing.get("testing", 0.0)
+    steps.ended = now
+    spent = accounting.spent_on(now - start, {
+        "wait": timing.get("gen"), "sync": sum(timing.get(key, 0.0) for key in V1_SYNCS),
+        "train": sum(timing.get(key, 0.0) for key in V1_TRAINS)}, "other")
+    once = getattr(trainer, "parameter_sync_step", 1) == 1  # else nobody knows when each batch was taken
+    event = LoopEvent(
+        side="train", version=trainer.global_steps, start=start, seconds=now - start, spent=spent,
+        groups=len({row["group"] for row in rows}), tokens=sum(row["tokens"] for row in rows if not row["pruned"]),
+        age=accounting.mean_age(rows, trainer.global_steps - 1),
+        queued_s=accounting.mean_wait(rows, start + spent["wait"]) if once else None, **_signals(metrics),
+        **utilisation.of_node())
+    records.write(event)
+    return metrics_of(event)
 
 
 def history_of(rollouter) -> list[tuple[float, int, int]]:
@@ -67,16 +117,21 @@ def of_trainer(trainer) -> None:
     spent = accounting.spent_on(now - start, {
         "wait": metrics.get("fully_async/total_wait_time"), "sync": timing.get("timing_s/param_sync"),
         "train": sum(timing.get(key, 0.0) for key in getattr(trainer, "_TRAIN_COMPUTE_TIMING_KEYS", ()))}, "other")
-    found = {ours: next((_number(metrics[key]) for key in keys if key in metrics), None)
-             for ours, keys in SIGNALS.items()}
     event = LoopEvent(
         side="train", version=trainer.current_param_version, start=start, seconds=now - start, spent=spent,
         groups=trainer.required_samples, tokens=sum(row["tokens"] for row in _trained if not row["pruned"]),
         age=accounting.mean_age(_trained, trainer.current_param_version - synced),
-        queued_s=accounting.mean_wait(_trained, start + spent["wait"]), **found)
+        queued_s=accounting.mean_wait(_trained, start + spent["wait"]), **_signals(metrics),
+        **utilisation.of_node())
     records.write(event)
     steps.of_version.append(event)
+    _untold.update(metrics_of(event))
     _trained.clear()
+
+
+def _signals(metrics: Mapping) -> dict[str, float | None]:
+    return {ours: next((_number(metrics[key]) for key in keys if key in metrics), None)
+            for ours, keys in SIGNALS.items()}
 
 
 def _number(value) -> float | None:

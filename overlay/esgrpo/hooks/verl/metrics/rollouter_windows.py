@@ -26,7 +26,8 @@ async def around(call):
     history = loop_events.history_of(rollouter)
     timing = await call()
     event = loop_events.of_rollouter(rollouter, history, timing.get("fully_async/rollouter/step_generated_samples"))
-    found = {**timing, **await metrics(rollouter, timing, event), **prune_metrics.take(rollouter),
+    found = {**timing, **await metrics(rollouter, timing, event),
+             **loop_events.metrics_of(event), **prune_metrics.take(rollouter),
              **failed_prompts.next_version(rollouter), **in_flight.take_metrics(rollouter),
              **await in_flight.next_version(rollouter), **await at_weight_version(rollouter)}
     return {**found, **decision_counts.of_rollouter(rollouter)}

@@ -34,7 +34,7 @@ def around(call):
         rows = rows_of(batch)
         write(rows)
         loop_events.note(rows)
-        result.update({**metrics(rows), **decision_counts.of_trainer(rows)})
+        result.update({**metrics(rows), **decision_counts.of_trainer(rows), **loop_events.take_metrics()})
     return result
 
 

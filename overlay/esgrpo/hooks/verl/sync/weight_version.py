@@ -18,6 +18,7 @@ HOOK = Hook(
 
 
 async def around(call):
+    from esgrpo import utilisation
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.server import token_outputs
     from esgrpo.hooks.verl.server.control_methods import engine_call
@@ -27,6 +28,6 @@ async def around(call):
     windows = await engine_call(server, "esgrpo_set_version", server.global_steps)
     closed = [window for window in windows if window is not None]
     if closed:
-        closed[0].update(token_outputs.take_counts(server))
+        closed[0].update({**token_outputs.take_counts(server), **utilisation.of_process()})
     owned.of(server, owned.Server).windows += closed
     return result

@@ -24,20 +24,22 @@ def around(call):
     trainer = call.owner
     batch, metrics = call.arguments["batch"], call.arguments["metrics"]
     result = call()
-    metrics.update(record(trainer, batch))
+    metrics.update(record(trainer, batch, call.arguments["timing_raw"], metrics))
     return result
 
 
-def record(trainer, batch) -> dict[str, float]:
-    """Write one record per trained response and per closed engine window; returns the metrics of both."""
+def record(trainer, batch, timing, logged) -> dict[str, float]:
+    """Write one record per trained response and per closed engine window, and one of the step; returns the metrics of
+    all. `timing`, `logged`: verl's of this step."""
     from esgrpo import config
-    from esgrpo.hooks.verl.metrics import decision_counts, prune_metrics
+    from esgrpo.hooks.verl.metrics import decision_counts, loop_events, prune_metrics
     from esgrpo.hooks.verl.metrics.trained_rows import metrics, rows_of, write
 
     rows = rows_of(padded(batch))
     write(rows)
     report = prune_metrics.take(trainer.replay_buffer, rows) if rows and config.current().audited else {}
-    found = {**(metrics(rows) if rows else {}), **report, **windows(trainer)}
+    found = {**(metrics(rows) if rows else {}), **report, **windows(trainer),
+             **loop_events.of_v1(trainer, rows, timing, logged)}
     return {**found, **decision_counts.of_v1(trainer, rows)}
 
 
