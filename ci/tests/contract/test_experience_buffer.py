@@ -24,12 +24,15 @@ from ci.tests.contract.test_replaced_groups import (  # noqa: E402
     rollouter_class,  # noqa: F401
     summaries,
 )
+from esgrpo import records  # noqa: E402
 from esgrpo.algo.experience import SentSample  # noqa: E402
 from esgrpo.algo.terms import Status  # noqa: E402
 from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl.buffer import in_hand, nothing_dropped, oldest_first, whole_samples  # noqa: E402
+from esgrpo.hooks.verl.metrics import trained_rows  # noqa: E402
 from esgrpo.hooks.verl.prompts import failed_prompts, in_flight  # noqa: E402
 from esgrpo.records import read  # noqa: E402
+from esgrpo.tools import books  # noqa: E402
 
 LIMIT = 3
 
@@ -251,7 +254,9 @@ async def one_start(rollouter_class, module, directory, saves: int, whole: bool)
             if not batch:
                 break
             trained.extend(int(sample.full_batch.non_tensor_batch["number"][0]) for sample in batch)
-            in_flight.trained(made, [f"uid_{sample.sample_id}" for sample in batch])
+            groups = [f"uid_{sample.sample_id}" for sample in batch]
+            trained_rows.begin(groups, step=version + 1)
+            in_flight.trained(made, groups)
             version, saved = version + 1, saved + 1
             folder = directory / f"global_step_{version}"
             folder.mkdir(parents=True)
@@ -270,9 +275,10 @@ async def one_start(rollouter_class, module, directory, saves: int, whole: bool)
     return generated, trained
 
 
-def chain(rollouter_class, module, directory, whole: bool):  # noqa: F811
+def chain(rollouter_class, module, directory, whole: bool, begin=lambda: None):  # noqa: F811
     generated, trained = [], []
     for saves in (1, 2, 1, restarts.PROMPTS):
+        begin()
         made, done = asyncio.run(asyncio.wait_for(one_start(rollouter_class, module, directory, saves, whole), 60))
         generated, trained = generated + made, trained + done
     return Counter(generated), Counter(trained)
@@ -280,10 +286,18 @@ def chain(rollouter_class, module, directory, whole: bool):  # noqa: F811
 
 @pytest.mark.hook("finished-samples-come-back", "prompts-in-flight-are-saved")
 def test_what_waits_in_the_queue_comes_back_whole(module, rollouter_class, tmp_path, monkeypatch, capfd):  # noqa: F811
-    """Over three restarts each prompt is trained once, and generated once but for what was running."""
+    """Over three restarts each prompt is trained once, and generated once but for what was running; the books agree."""
+    def begin():
+        for name, value in records.begun(str(tmp_path), goes_on=True).items():
+            monkeypatch.setenv(name, value)
+
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
-    generated, trained = chain(rollouter_class, module, tmp_path / "checkpoints", whole=True)
+    generated, trained = chain(rollouter_class, module, tmp_path / "checkpoints", True, begin)
     assert trained == generated == Counter(range(restarts.PROMPTS))
+    records.flush()
+    (settled,), _ = books.of_directory(str(tmp_path))
+    assert settled.balanced, settled.problems
+    assert settled.prompts == {"trained": restarts.PROMPTS, "drawn": restarts.PROMPTS}
     said = capfd.readouterr().err
     assert said.count("prompt groups come back whole, with") == 3
     rows = read(str(tmp_path), "restored")
