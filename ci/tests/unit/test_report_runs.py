@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from esgrpo import cli
-from esgrpo.tools.report import runs, trace
+from esgrpo.tools.report import runs, tables, trace
 from esgrpo.tools.report.trace import Moment, Stay
 
 NEEDED = {"M": {"name", "pid", "args"}, "X": {"name", "ts", "dur", "pid", "tid"},
@@ -75,6 +75,35 @@ def test_condensed_run(run_dir):
     assert found["curves"]["running"] == [[5.0, 2.0], [15.0, 2.0], [25.0, 2.0]]
     assert found["curves"]["sampled"] == [[12, 1], [16, 1], [20, 1], [24, 1]]
     assert found["curves"]["trained"] == [[12, 1]]
+
+
+def event(side, version, **spent):
+    return {"time": 120.0 + version, "side": side, "version": version, "start": 100.0, "seconds": sum(spent.values()),
+            "spent": spent}
+
+
+def test_idle_breakdown_over_versions_and_moves_of_the_controller(run_dir, monkeypatch):
+    monkeypatch.setattr(runs, "VERSION_ROWS", 2)
+    events = [event("train", 1, wait=6.0, train=2.0), event("train", 1, wait=0.0, train=2.0),
+              event("train", 2, wait=0.0, train=10.0), event("rollout", 0, idle=5.0, busy=5.0),
+              event("train", 3, wait=1.0, train=1.0), event("rollout", 2, idle=0.0, busy=4.0)]
+    moves = [{"time": 121.0, "version": 2, "cause": "rates", "before": {"concurrency": 8, "staleness": 0.5},
+              "after": {"concurrency": 12, "staleness": 0.5}, "trust": 1.0}]
+    for kind, rows in (("events", events), ("moves", moves)):
+        (run_dir / "esgrpo" / f"{kind}-1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = runs.condense(run_dir)
+    assert found["loop"] == [
+        [0, 1, {"train: wait": 0.6, "train: train": 0.4, "rollout: idle": 0.5, "rollout: busy": 0.5}],
+        [2, 3, {"train: wait": pytest.approx(1 / 12), "train: train": pytest.approx(11 / 12), "rollout: idle": 0.0,
+                "rollout: busy": 1.0}]]
+    time, moved = tables.overlap("x", found["loop"], found["moves"])
+    assert time.rows[0] == ["versions", "train: wait", "train: train", "rollout: idle", "rollout: busy"]
+    assert time.rows[1][0] == "0 … 1" and "60" in time.rows[1][1] and "50" in time.rows[1][3]
+    assert moved.rows[1] == ["2", "rates", "concurrency 8 → 12"]
+    assert tables.overlap("x", [], []) == []
+    assert cli.main(["report", str(run_dir)]) == 0
+    page = (run_dir / "report.md").read_text(encoding="utf-8")
+    assert "concurrency 8 → 12" in page and "Time of trainer and rollouter by weight version" in page
 
 
 def test_what_both_sides_of_the_loop_spent_their_time_on(run_dir):

@@ -16,11 +16,12 @@ from esgrpo.algo.terms import Outcome
 from esgrpo.records import read, read_counted
 
 CAUSES = ("paused", "starved", "tail", "sync")  # of the bubble rate of a training run
-KINDS = ("responses", "trained", "replaced", "windows", "events")
+KINDS = ("responses", "trained", "replaced", "windows", "events", "moves")
 BIN_S = 10.0
 BINS_PER_OCTAVE = 4  # of a histogram of lengths
 QUEUE_ORDER_MARGIN_S = 2.0  # between the end of a group's last response and its place in the queue
 DIGITS = 4
+VERSION_ROWS = 12  # of a table over weight versions, which it puts together
 HOLD = 2  # evaluations in a row at which a target counts as reached
 
 
@@ -173,6 +174,34 @@ def of_loop(events: Iterable[Mapping], windows: Iterable[Mapping]) -> dict[str, 
     return found
 
 
+def loop_by_version(events: Iterable[Mapping]) -> list[list]:
+    """[first version, last version, part -> share of its side's time], oldest first; as many versions in each row.
+
+    Shares of a side in a row sum to 1; a side without an event there has none.
+    """
+    events = list(events)
+    versions = sorted({event["version"] for event in events})
+    step = max(1, -(-len(versions) // VERSION_ROWS))
+    found = []
+    for first in range(0, len(versions), step):
+        mine = versions[first:first + step]
+        shares = {}
+        for side in ("train", "rollout"):
+            theirs = [event for event in events if event["side"] == side and event["version"] in mine]
+            seconds = sum(event["seconds"] for event in theirs)
+            if seconds > 0:
+                shares.update({f"{side}: {name}": sum(event["spent"].get(name, 0.0) for event in theirs) / seconds
+                               for name in theirs[0]["spent"]})
+        found.append([mine[0], mine[-1], shares])
+    return found
+
+
+def moves_of(rows: Iterable[Mapping]) -> list[list]:
+    """[version, cause, name -> (before, after) of what changed] of every move of the overlap controller."""
+    return [[row["version"], row["cause"], {name: (row["before"].get(name), value) for name, value in
+                                            row["after"].items() if value != row["before"].get(name)}] for row in rows]
+
+
 def _arm(run_dir: Path) -> dict:
     path = run_dir / "arm.json"  # written by bench/common/arm.py; another launcher writes none
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -190,7 +219,7 @@ def condense(run_dir: Path) -> dict:
     rates = bubble(windows, sum({w["version"]: w["rollouter_paused"] for w in windows}.values()))
     lengths = [r["tokens"] for r in responses]
     overrides = arm.get("overrides", [])
-    hooks = run_dir / "esgrpo" / "hooks.json"
+    hooks, events = run_dir / "esgrpo" / "hooks.json", read(str(run_dir), "events")
     return {
         "command": f"arm {arm['name']!r} of a benchmark, {len(overrides)} overrides in its arm.json" if arm else "",
         "seeds": [o.partition("=")[2] for o in overrides if o.startswith("data.seed=")],
@@ -204,5 +233,7 @@ def condense(run_dir: Path) -> dict:
             **{f"tokens {fate}": count for fate, count in balance.items()},
             "length P50": quantile(lengths, 0.5), "length P99": quantile(lengths, 0.99),
             "tail ratio": tail_ratio(r["ended"] - r["started"] for r in responses),
-            **of_loop(read(str(run_dir), "events"), windows)},
+            **of_loop(events, windows)},
+        "loop": loop_by_version(events),
+        "moves": moves_of(read(str(run_dir), "moves")),
     }

@@ -134,8 +134,30 @@ def run(record: Record) -> list[Table]:
     names = dict.fromkeys(name for one in found.values() for name in one["facts"])
     rows = [["", *found], *[[name, *[number(one["facts"][name]) if name in one["facts"] else DASH
                                      for one in found.values()]] for name in names]]
-    return [Table("Totals by run", rows)] + [Table(f"{table.title}: {name}", table.rows, True)
-                                             for name, one in found.items() for table in hook_states(one["hooks"])]
+    loops = [table for name, one in found.items() for table in overlap(name, one.get("loop", []), one.get("moves", []))]
+    return [Table("Totals by run", rows), *loops] + [
+        Table(f"{table.title}: {name}", table.rows, True)
+        for name, one in found.items() for table in hook_states(one["hooks"])]
+
+
+def overlap(name: str, loop: list, moves: list) -> list[Table]:
+    """Idle breakdown over weight versions, and what the overlap controller moved; none where nothing is recorded."""
+    parts = list(dict.fromkeys(part for *_, shares in loop for part in shares))
+    found = []
+    if loop:
+        found.append(Table(f"Time of trainer and rollouter by weight version: {name}", [["versions", *parts]] + [
+            [str(first) if first == last else f"{first} … {last}",
+             *[percent(shares[part]) if part in shares else DASH for part in parts]] for first, last, shares in loop]))
+    if moves:
+        found.append(Table(f"Moves of the overlap controller: {name}", [["version", "cause", "before → after"]] + [
+            [str(version), cause, ", ".join(f"{what} {_short(before)} → {_short(after)}"
+                                            for what, (before, after) in changed.items()) or DASH]
+            for version, cause, changed in moves]))
+    return found
+
+
+def _short(value) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
 # --- costs of the overlay itself -----------------------------------------------------------------------------------

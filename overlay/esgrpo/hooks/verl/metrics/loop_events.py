@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 
-from esgrpo import records, utilisation
+from esgrpo import engine, records, utilisation
 from esgrpo.algo import accounting
 from esgrpo.algo.rows import LoopEvent
 
@@ -124,7 +124,8 @@ def of_trainer(trainer) -> None:
         queued_s=accounting.mean_wait(_trained, start + spent["wait"]), **_signals(metrics),
         **utilisation.of_node())
     records.write(event)
-    steps.of_version.append(event)
+    if "overlap" in engine.active_features():  # whose controller takes them
+        steps.of_version.append(event)
     _untold.update(metrics_of(event))
     _trained.clear()
 
