@@ -155,3 +155,15 @@ def test_what_is_on_the_command_line_was_set_by_hand_even_if_it_is_verls_own_val
 def test_where_the_overlap_control_has_nothing_to_move_it_says_so(trainer):
     line, = overlap_lines(trainer=trainer)
     assert "nothing is moved" in line
+
+
+@pytest.mark.parametrize("rule", ["repetition", "verdict"])
+def test_rules_that_read_log_probs_have_verl_ask_for_them(rule):
+    prune = {rule: {"enable": True}, "audit": {"enable": True}}
+    for asked in (False, True):
+        config = composed("fully_async", 1, actor_rollout_ref={"rollout": {"calculate_log_probs": asked}})
+        said = [line for line in planned(config, prune=prune).lines if "calculate_log_probs: False -> True" in line]
+        assert len(said) == (not asked) and all(f"prune.{rule}" in line for line in said)
+        assert config.actor_rollout_ref.rollout.calculate_log_probs
+    with pytest.raises(ConfigError, match="audit.enable.*0.7.0"):
+        planned(composed("0.7.0", 1), prune=prune)
