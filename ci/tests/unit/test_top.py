@@ -86,7 +86,7 @@ def test_a_frame_fits_and_has_every_part(run, capsys, monkeypatch, columns, spok
     code, text = shown(run, capsys, monkeypatch, columns, "--lang", spoken)
     assert code == 0 and max(map(cell_len, text.splitlines())) <= columns
     for wanted in ("fully_async", "5 / 20", "3 / 8", "4.0/8", "50", "2/3", "20%/20%/10%", "60%", "25%", "100",
-                   "concurrency 8 → 12", "loss 0.3", "routing"):
+                   "concurrency 8 → 12", "loss\u00a00.3", "routing"):
         assert wanted in text, wanted
     assert "staleness" not in text, "what did not move is no move"
     assert ("trainer" in text) == (spoken == "en") and ("训练端" in text) == (spoken == "zh")

@@ -25,7 +25,7 @@ UNNAMED_PART = ("▚", "blue")
 FULL, FREE, FILL_WIDTH = "█", "·", 20
 LEAST_BAR, MOST_BAR, BARS = 12, 24, 6  # columns; a bar takes one of so many parts of the width
 CURVE = 8  # newest values in the curve of a signal
-UNKNOWN = "-"
+UNKNOWN, UNBROKEN = "-", "\u00a0"
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
@@ -148,7 +148,7 @@ def loop_table(loop: Loop) -> Group:
         grid.add_row(said("since"), said("since_of", count=loop.ended, tokens=number(loop.ended_tokens)))
     if loop.checkpoint:
         grid.add_row(said("checkpoint"), str(loop.checkpoint))
-    signals = [f"{name} {number(values[-1])} {curve(values[-CURVE:])}".rstrip()
+    signals = [f"{name} {number(values[-1])} {curve(values[-CURVE:])}".rstrip().replace(" ", UNBROKEN)
                for name, values in loop.signals().items()]
     if signals:
         grid.add_row(said("signals"), Text("   ".join(signals)))
@@ -233,7 +233,7 @@ def frame(run_dir: str, loop: Loop, now: float, alive: bool | None, problems: It
         top.append(Text(said("begun"), overflow="fold"))
     half = (width - GAP) // 2 if width >= WIDE else width
     left = [part for part in (replicas(loop), times(loop, max(LEAST_BAR, min(MOST_BAR, half // BARS)))) if part]
-    right = [part for part in (loop_table(loop), modules(loop), moves(loop)) if part]
+    right = [part for part in (loop_table(loop), moves(loop), modules(loop)) if part]  # what is last is cropped first
     if width < WIDE:
         return Group(*top, *left[:1], right[0], *left[1:], *right[1:])
     sides = Table.grid(padding=(0, GAP, 0, 0))
