@@ -157,6 +157,7 @@ def test_a_run_without_a_weight_version_and_one_that_ended(tmp_path, capsys, mon
     put(tmp_path, rows.Start(resumed_step=0), child.pid)
     _, text = shown(tmp_path, capsys, monkeypatch)
     assert "the first weight version has not ended" in text and "ended: none of its processes" in text
+    assert "Loop" not in text, "a title over nothing"
     put(tmp_path, rows.Submitted(group="g"), os.getpid())  # not followed
     put(tmp_path, rows.Response(group="g", member=0), os.getpid())
     assert "newest row" in (text := shown(tmp_path, capsys, monkeypatch)[1]) and "ended:" not in text

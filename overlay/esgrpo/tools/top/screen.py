@@ -126,8 +126,8 @@ def _cells(one: Replica) -> list[str]:
             lost, f"{one.kept}/{one.aborted}"]
 
 
-def loop_table(loop: Loop) -> Group:
-    """Trigger, queue, age, signals."""
+def loop_table(loop: Loop) -> Group | None:
+    """Trigger, queue, age, signals; None before there is any."""
     grid = _grid()
     trained, rolled = loop.newest("train"), loop.newest("rollout")
     if trained is not None:
@@ -152,7 +152,7 @@ def loop_table(loop: Loop) -> Group:
                for name, values in loop.signals().items()]
     if signals:
         grid.add_row(said("signals"), Text("   ".join(signals)))
-    return _titled("loop", grid)
+    return _titled("loop", grid) if grid.row_count else None
 
 
 def _fill(value: float | None, limit: int | None) -> Text:
@@ -235,7 +235,7 @@ def frame(run_dir: str, loop: Loop, now: float, alive: bool | None, problems: It
     left = [part for part in (replicas(loop), times(loop, max(LEAST_BAR, min(MOST_BAR, half // BARS)))) if part]
     right = [part for part in (loop_table(loop), moves(loop), modules(loop)) if part]  # what is last is cropped first
     if width < WIDE:
-        return Group(*top, *left[:1], right[0], *left[1:], *right[1:])
+        return Group(*top, *left[:1], *right[:1], *left[1:], *right[1:])
     sides = Table.grid(padding=(0, GAP, 0, 0))
     sides.add_column(width=half)
     sides.add_column(width=half)
