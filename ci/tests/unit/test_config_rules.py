@@ -162,8 +162,9 @@ def test_rules_that_read_log_probs_have_verl_ask_for_them(rule):
     prune = {rule: {"enable": True}, "audit": {"enable": True}}
     for asked in (False, True):
         config = composed("fully_async", 1, actor_rollout_ref={"rollout": {"calculate_log_probs": asked}})
-        said = [line for line in planned(config, prune=prune).lines if "calculate_log_probs: False -> True" in line]
+        plan = planned(config, prune=prune)
+        said = [line for line in plan.lines if "calculate_log_probs: False -> True" in line]
         assert len(said) == (not asked) and all(f"prune.{rule}" in line for line in said)
-        assert config.actor_rollout_ref.rollout.calculate_log_probs
+        assert plan.settings.get("actor_rollout_ref.rollout.calculate_log_probs", False) != asked
     with pytest.raises(ConfigError, match="audit.enable.*0.7.0"):
         planned(composed("0.7.0", 1), prune=prune)

@@ -175,10 +175,8 @@ def _pruning(config, segment: Segment):
 
 
 def _needs_log_probs(config, why: str):
-    rollout = config.actor_rollout_ref.rollout
-    if not rollout.calculate_log_probs:
-        rollout.calculate_log_probs = True
-        yield f"actor_rollout_ref.rollout.calculate_log_probs: False -> True, because {PREFIX}.{why}"
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        yield Setting("actor_rollout_ref.rollout.calculate_log_probs", True, f"{PREFIX}.{why}")
 
 
 def _loops(config, segment: Segment):
