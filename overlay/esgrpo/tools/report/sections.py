@@ -48,6 +48,7 @@ TABLES = {
     "treatments": tables.treatments, "start reward": tables.start_reward,
     "scheduler cost": tables.scheduler_cost, "output cost": tables.output_cost,
     "decode overhead": tables.decode_overhead, "start-up": tables.startup, "check": tables.check,
+    "overlap": tables.overlap,
 }
 FIGURES = {
     "engine": policy_figures.policies, "simulation": policy_figures.policies, "tau": policy_figures.tau,
@@ -66,7 +67,7 @@ def _of_modules(record: Record) -> bool:
 # question, which records answer it, what a reader must know of all of them
 ORDER = (
     ("Does training get faster, and is the reward as good?",
-     lambda r: r.kind in ("ablation", "comparison", "run") and not _of_modules(r),
+     lambda r: r.kind in ("ablation", "comparison", "overlap", "run") and not _of_modules(r),
      "Whole runs of verl under the same command and the same wall-time budget, or for the same number of updates where "
      "a record says so; arms differ in switches."),
     ("Is rollout faster?", lambda r: r.kind == "engine",

@@ -195,6 +195,19 @@ def startup(record: Record) -> list[Table]:
     return [Table(f"Interpreter start, {data['pairs']} pairs", rows)]
 
 
+def overlap(record: Record) -> list[Table]:
+    """Arms in which rollout became slower half way."""
+    arms = record.data["arms"]
+    measures = list(next(iter(arms.values()))["before"])
+    moved = "versions from the shift to the first move"
+    rows = [[name, half, *[number(arm[half][measure]) for measure in measures]]
+            for name, arm in arms.items() for half in ("before", "after")]
+    facts = [[name, str(len(arm["moves"])), DASH if arm[moved] is None else str(arm[moved]),
+              f"{arm['unaccounted']:.2%}"] for name, arm in arms.items()]
+    return [Table("Rollout becomes twice as slow half way", [["arm", "half", *measures], *rows]),
+            Table("What moved", [["arm", "moves", moved, "wall time unaccounted for"], *facts])]
+
+
 def check(record: Record) -> list[Table]:
     also = [["also", str(record.data["also"])]] if "also" in record.data else []
     return [Table("Checks that passed", [["command", "result"], [record.command, str(record.data["result"])], *also])]

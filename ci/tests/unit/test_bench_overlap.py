@@ -1,0 +1,61 @@
+"""The benchmark of the overlap control: its halves, its sums, and the engine that becomes slow."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from bench import overlap
+from bench.common import ROOT
+
+
+def event(side, start, seconds, tokens=100, age=1.0, **spent):
+    return {"side": side, "start": start, "seconds": seconds, "version": int(start), "tokens": tokens, "age": age,
+            "groups": overlap.MINI_BATCH, "spent": {"wait": 0.0, **spent}}
+
+
+def test_a_half_counts_the_batches_that_ended_in_it():
+    events = [event("train", 0, 10, wait=10.0), event("train", 10, 10, tokens=300, age=None, wait=2.0, train=8.0),
+              event("train", 20, 10), event("rollout", 5, 10)]
+    found = overlap.half(events, 5, 25)
+    assert (found["versions"], found["tokens/s"], found["trainer waits"]) == (2, 20.0, 0.6)
+    assert found["fresh tokens/s"] == pytest.approx((100 * math.exp(-1 / overlap.AGE_SCALE) + 300) / 20)
+    with pytest.raises(RuntimeError, match="no batch"):
+        overlap.half(events, 40, 50)
+
+
+def test_time_that_no_event_accounts_for_is_found():
+    whole = [event(side, start, 10, busy=10.0) for side in ("train", "rollout") for start in (0, 10)]
+    assert overlap.unaccounted(whole) == 0.0
+    assert overlap.unaccounted([*whole, event("rollout", 30, 10, busy=10.0)]) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("name", ["step", "step_with_batch_queue"])
+def test_steps_that_run_the_model_become_twice_as_long(name, monkeypatch, tmp_path):
+    clock, slept = [100.0], []
+    for variable, value in (("SLOW_STEP_MS", "20"), ("SLOW_AFTER_S", "10"), ("SLOW_MARK", str(tmp_path / "mark"))):
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setitem(sys.modules, "wrapt", SimpleNamespace(register_post_import_hook=lambda *_: None))
+    spec = importlib.util.spec_from_file_location("slow", ROOT / "bench" / "slow_engine" / "sitecustomize.py")
+    helper = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(helper)
+    for timer in ("time", "perf_counter"):
+        monkeypatch.setattr(time, timer, lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", slept.append)
+
+    def step(self, executed):
+        clock[0] += 0.005
+        return {}, executed
+
+    core = type("EngineCore", (), {"step": step, "step_with_batch_queue": step})
+    helper._slow(SimpleNamespace(EngineCore=core))
+    for at, executed in ((100.0, False), (100.0, True), (109.0, True), (111.0, True), (112.0, True)):
+        clock[0] = at
+        assert getattr(core(), name)(executed) == ({}, executed)
+    assert slept == pytest.approx([0.02, 0.02, 0.045, 0.045])  # 0.005 + 0.02, then twice as long
+    assert float((tmp_path / "mark").read_text()) == pytest.approx(111.005)
