@@ -87,7 +87,8 @@ def measure(run_dir: Path, each: Arm, options) -> dict:
     last = max(event["start"] + event["seconds"] for event in events if event["side"] == "train")
     later = sorted(e["version"] for e in events if e["side"] == "train" and e["start"] + e["seconds"] > shift)
     moved = [move for move in moves if move["version"] >= later[0]]
-    return {"start": {"concurrency": each.concurrent, "staleness": each.staleness, "trigger": MINI_BATCH},
+    made = json.loads((run_dir / "made.json").read_text())
+    return {**made, "start": {"concurrency": each.concurrent, "staleness": each.staleness, "trigger": MINI_BATCH},
             "before": half(events, first + options.skip, shift), "after": half(events, shift + options.skip, last),
             "shift at version": later[0], "unaccounted": unaccounted(events),
             "versions from the shift to the first move": moved[0]["version"] - later[0] if moved else None,
@@ -106,6 +107,7 @@ def run(name: str, options) -> dict:
                 "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "overlay", ROOT / "bench" / "slow_engine", ROOT))),
                 "SLOW_STEP_MS": str(options.step_ms), "SLOW_AFTER_S": str(options.half),
                 "SLOW_MARK": str(run_dir / "slow_since")})
+    (run_dir / "made.json").write_text(json.dumps({"commit": commit()}))
     return measure(run_dir, each, options)
 
 
@@ -132,9 +134,10 @@ def main(argv: list[str] | None = None) -> int:
         say(f"{name}: {len(result['moves'])} moves, the first {result['versions from the shift to the first move']} "
             f"versions after the shift; {result['unaccounted']:.2%} of the wall time unaccounted for")
     if options.results:
-        command = " ".join(["python -m bench.overlap", *map(shlex.quote, argv if argv is not None else sys.argv[1:])])
+        given = [each for each in (argv if argv is not None else sys.argv[1:]) if each != "--measure-only"]
+        command = " ".join(["python -m bench.overlap", *map(shlex.quote, given)])
         options.results.write_text(json.dumps({
-            "command": without_folders(command), "commit": commit(), "seed": options.seed,
+            "command": without_folders(command), "commit": found[names[0]]["commit"], "seed": options.seed,
             "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": f"{os.cpu_count()} cores of {cpu_model()}",
             "python": platform.python_version(), "age_scale": AGE_SCALE, "step_ms": options.step_ms,
             "arms": found}, indent=1) + "\n")

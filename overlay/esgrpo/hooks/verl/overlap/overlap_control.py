@@ -41,7 +41,11 @@ def around(call):
 
 
 def at_weight_version(trainer) -> None:
-    """Observe, decide, move. Without an answer of the rollouter nothing moves; the next version asks again."""
+    """Observe, decide, move. Without an answer of the rollouter nothing moves; the next version asks again.
+
+    The first version of a start is not observed: engines and kernels warm up in it. In a real run its rate, a quarter of
+    all later ones, made few groups in flight look as fast as many.
+    """
     from esgrpo.algo import overlap_signals
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts
@@ -51,10 +55,10 @@ def at_weight_version(trainer) -> None:
     events, steps.of_version = steps.of_version, []
     rollout = _asked(trainer.rollouter, rollouter_settings.report)
     if control.controller is None:
-        if rollout is None:
-            return
-        control.controller = controller_for(trainer, rollout)
-        control.applied = control.controller.start
+        if rollout is not None:
+            control.controller = controller_for(trainer, rollout)
+            control.applied = control.controller.start
+        return
     controller = control.controller
     window = overlap_signals.window(trainer.current_param_version, rollout, events, controller.limits.mini_batch)
     control.change = controller.observe(window) or control.change
