@@ -43,8 +43,8 @@ def around(call):
 def at_weight_version(trainer) -> None:
     """Observe, decide, move. Without an answer of the rollouter nothing moves; the next version asks again.
 
-    The first version of a start is not observed: engines and kernels warm up in it. In a real run its rate, a quarter of
-    all later ones, made few groups in flight look as fast as many.
+    The first version of a start is not observed: engines and kernels warm up in it. In a real run its rate, a quarter
+    of all later ones, made few groups in flight look as fast as many.
     """
     from esgrpo.algo import overlap_signals
     from esgrpo.hooks.verl import owned
