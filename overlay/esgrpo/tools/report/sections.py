@@ -48,7 +48,7 @@ TABLES = {
     "treatments": tables.treatments, "start reward": tables.start_reward,
     "scheduler cost": tables.scheduler_cost, "output cost": tables.output_cost,
     "decode overhead": tables.decode_overhead, "start-up": tables.startup, "check": tables.check,
-    "overlap": tables.overlap,
+    "overlap": tables.slowed_rollout,
 }
 FIGURES = {
     "engine": policy_figures.policies, "simulation": policy_figures.policies, "tau": policy_figures.tau,

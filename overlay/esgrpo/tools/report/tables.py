@@ -195,7 +195,7 @@ def startup(record: Record) -> list[Table]:
     return [Table(f"Interpreter start, {data['pairs']} pairs", rows)]
 
 
-def overlap(record: Record) -> list[Table]:
+def slowed_rollout(record: Record) -> list[Table]:
     """Arms in which rollout became slower half way."""
     arms = record.data["arms"]
     measures = list(next(iter(arms.values()))["before"])
