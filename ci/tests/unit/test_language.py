@@ -30,9 +30,9 @@ def test_texts_of_a_table_and_of_a_file(tmp_path):
     assert language.spoken() == "en"
 
 
-@pytest.mark.parametrize("command", ["doctor", "lint", "explain", "drift"])
+@pytest.mark.parametrize("command", ["doctor", "lint", "explain", "drift", "top"])
 def test_these_commands_take_the_option(command):
-    operand = {"lint": ["x.sh"], "drift": ["vllm==1"]}.get(command, [])
+    operand = {"lint": ["x.sh"], "top": ["run"], "drift": ["vllm==1"]}.get(command, [])
     assert cli.parser().parse_args([command, *operand, "--lang", "zh"]).lang == "zh"
     with pytest.raises(SystemExit):
         cli.parser().parse_args([command, *operand, "--lang", "fr"])
