@@ -134,6 +134,16 @@ def test_a_row_with_odd_contents_costs_one_line(run, capsys, monkeypatch):
     assert code == 0 and "2 lines are no rows" in text and "\x1b" not in text and "red: a None → [1]" in text
 
 
+def test_why_there_is_no_utilisation_is_said_once_and_as_it_is_now(run, capsys, monkeypatch):
+    for replica in ("0", "1"):
+        put(run, window(3, replica, no_devices="not sampled yet"), os.getpid(), at=START + 40)
+    assert shown(run, capsys, monkeypatch)[1].count("not sampled yet") == 1
+    put(run, window(4, "0", no_devices="no accelerator"), os.getpid(), at=START + 50)
+    put(run, window(4, "1", devices={"n:0": [0.5, 0.25]}), os.getpid(), at=START + 50)
+    text = shown(run, capsys, monkeypatch)[1]
+    assert text.count("no accelerator") == 1 and "not sampled" not in text and "50%/25%" in text
+
+
 def test_a_new_run_in_the_directory_replaces_the_old_one_and_its_stragglers(run):
     put(run, rows.Start(resumed_step=0), 7, run="two", at=START + 50)
     put(run, rollout(9), os.getpid(), run="one", at=START + 60)

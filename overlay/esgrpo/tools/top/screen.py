@@ -65,7 +65,7 @@ def notes(loop: Loop, problems: Iterable[tuple[str, Mapping]]) -> list[Text]:
     """One line each, for what is odd."""
     found = [said(name, **values) for name, values in problems]
     found += [said("dropped", count=loop.dropped)] if loop.dropped else []
-    found += [said("no_devices", why=why) for why in loop.no_devices]
+    found += [said("no_devices", why=why) for why in dict.fromkeys(filter(None, loop.no_devices.values()))]
     return [Text(plain(line), style="yellow", overflow="fold") for line in found]
 
 

@@ -84,7 +84,7 @@ class Loop:
         self.dropped = self.checkpoint = self.prompts_waiting = 0
         self.ended, self.ended_tokens = 0, 0  # responses since the newest window
         self.writers: dict[tuple, float] = {}  # (node, pid) -> time of its newest row
-        self.no_devices: dict[str, None] = {}
+        self.no_devices: dict[str, str] = {}  # side or replica -> why its newest row has none
         self.devices: dict[str, list[float]] = {}
         self.moves: deque[kinds.Move] = deque(maxlen=MOVES)
         self._events: dict[str, deque[kinds.LoopEvent]] = {side: deque() for side in SIDES}
@@ -134,8 +134,7 @@ class Loop:
             raise ValueError(row.side)
         if row.devices:
             self.devices = _devices(row.devices)
-        if row.no_devices:
-            self.no_devices[row.no_devices] = None
+        self.no_devices[row.side] = row.no_devices
         mine = self._events[row.side]
         mine.append(row)
         while len({event.version for event in mine}) > RECENT:
@@ -150,8 +149,7 @@ class Loop:
         else:
             mine[-1].add(row)
         self.ended = self.ended_tokens = 0
-        if row.no_devices:
-            self.no_devices[row.no_devices] = None
+        self.no_devices[f"replica {row.replica}"] = row.no_devices
 
     # What is asked
 
