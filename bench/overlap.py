@@ -40,9 +40,11 @@ class Arm:
     concurrent: int  # groups in flight
     staleness: float
     controlled: bool = False
+    epochs: int = 1  # of an update: with several, training is the slower side before rollout slows down
 
 
-ARMS = {"controlled": Arm(8, 0.5, True), "fixed 8, 0.5": Arm(8, 0.5), "fixed 24, 2": Arm(24, 2.0)}
+ARMS = {"controlled": Arm(8, 0.5, True), "fixed 8, 0.5": Arm(8, 0.5), "fixed 24, 2": Arm(24, 2.0),
+        "controlled, long updates": Arm(8, 0.5, True, 6)}
 
 
 def overrides(each: Arm, data: Path, run_dir: Path, seed: int) -> list[str]:
@@ -53,6 +55,7 @@ def overrides(each: Arm, data: Path, run_dir: Path, seed: int) -> list[str]:
                                group_size=GROUP_SIZE, mini_batch=MINI_BATCH, staleness=each.staleness,
                                concurrent=each.concurrent, max_num_seqs=MAX_NUM_SEQS),
             f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}", f"{SEGMENT}.observe=True",
+            f"actor_rollout_ref.actor.ppo_epochs={each.epochs}",
             'trainer.logger=["console","file"]', *control]
 
 
