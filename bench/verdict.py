@@ -49,6 +49,7 @@ from esgrpo.algo.calibration import ranks  # noqa: E402
 from esgrpo.algo.elastic import ideal_length  # noqa: E402
 from esgrpo.algo.looks import Looks  # noqa: E402
 from esgrpo.algo.segments import PRUNE, SegmentBook  # noqa: E402
+from esgrpo.algo.terms import Rule  # noqa: E402
 from esgrpo.algo.verdict import CUT, Settings, Verdicts  # noqa: E402
 from esgrpo.algo.verdict_features import FEATURES, LENGTH_FEATURES, SIBLING_FEATURES, Glance  # noqa: E402
 from esgrpo.config import Elastic, Prune, Repetition, Segment  # noqa: E402
@@ -171,7 +172,7 @@ class Replay:
     def _ended(self, row: Response, tick: int, what: str) -> None:
         row.end = tick - row.began
         if what == "loop":
-            self._cut(row, "loop")
+            self._cut(row, Rule.REPETITION)
             if self.rule is not None:
                 self.rule.removed(str(row.group), row.member, cut=True)
         elif self.rule is not None:
@@ -207,7 +208,7 @@ class Replay:
             row.probabilities.append(self.rule.model.probability(latest))
             if row.member in decided and decided[row.member].what == CUT:
                 row.end = tick - row.began
-                self._cut(row, "verdict")
+                self._cut(row, Rule.VERDICT)
                 self._leave(row, tick)
             else:
                 self._plan(row)
@@ -221,7 +222,7 @@ class Replay:
 
     def _worst_window(self) -> float:
         """Largest share of false cuts among FALSE_WINDOW verdicts in a row, or among all where there are fewer."""
-        falses = [false for rule, false in self.cuts if rule == "verdict"]
+        falses = [false for rule, false in self.cuts if rule == Rule.VERDICT]
         size = max(1, min(FALSE_WINDOW, len(falses)))
         return max((sum(falses[at:at + size]) / size for at in range(len(falses) - size + 1)), default=0.0)
 
@@ -241,8 +242,8 @@ class Replay:
                                        for i in range(DECILES)],
             "shortened": 1 - mean_tokens([row for row in right if not row.cut]) / mean_tokens(right) if right else 0.0,
             "makespan_saved": 1 - sum(max(row.end for row in group) for group in groups) / longest,
-            "cuts": len(falses), "cut_by_verdict": sum(rule == "verdict" for rule, _ in falses),
-            "false_by_verdict": sum(false for rule, false in falses if rule == "verdict"),
+            "cuts": len(falses), "cut_by_verdict": sum(rule == Rule.VERDICT for rule, _ in falses),
+            "false_by_verdict": sum(false for rule, false in falses if rule == Rule.VERDICT),
         }
 
 

@@ -42,6 +42,7 @@ DRAWS = 8  # of all coins, for every arm
 RECENT, GRAM = 64, 4  # tokens of the recent surprisal; of a pattern
 RIDGE, NEWTON_STEPS = 1.0, 25
 LOOPS, VERDICT = "loops", "verdict"
+PREDICTED = "predicted"  # to the pruner: a rule of the audit's, not the learned verdicts, which audit themselves
 LIMIT = 3.0  # standard errors
 FACTS = {"size": SIZE, "look": LOOK, "projected": PROJECTED, "threshold": THRESHOLD, "most": MOST, "draws": DRAWS,
          "model": "bench/testbed/model"}
@@ -223,7 +224,7 @@ def play(group: list[Answer], rule: str, pruner: Pruner, name: str, own: list[di
                 success = predictor(own[member][at] + group_features(group, member, at, list(watched.finished)))
             if success >= THRESHOLD:
                 continue
-            decided = pruner.decide(name, watched, member, Rule.REPETITION if rule == LOOPS else VERDICT, 0.0, at,
+            decided = pruner.decide(name, watched, member, Rule.REPETITION if rule == LOOPS else PREDICTED, 0.0, at,
                                     success)
             if decided is not None and decided.verdict.prune:
                 cut.add(member)

@@ -32,7 +32,11 @@ async def around(call):
     manager = call.owner.llm_server_manager
     servers = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
     # from now on a response that is submitted again goes to the replica with the fewest
-    result = await manager.global_load_balancer.clear_sticky_cache.remote()
+    results = await answers_if_any([manager.global_load_balancer.clear_sticky_cache.remote()], "clear_sticky_cache",
+                                   "no request moves, lent replicas get new ones only")
+    if not results:
+        return {}
+    result, = results
     loads = {address: result["server_loads"].get(address, 0) for address in servers}
     moving = [method.remote(count) for address, count in surplus(loads).items()
               for method in methods([servers[address]], "esgrpo_hand_back")]
