@@ -36,6 +36,7 @@ TRAINING_PROMPTS = 2048
 PLAIN = switches("observe")
 # One run over another, of the same arm: three seeds of overlay over plain lay between 0.77 and 1.13 (ablation_*.json).
 TOLD_APART = 1.3
+COMPARED_STEPS = 10  # of either arm; a few groups of prompts decide what fewer say
 NOTHING_HERE = "{} cores show that all of it works, not what it brings; on GPUs: docs/results.md, Training on two H200s"
 
 
@@ -99,6 +100,9 @@ def against_plain(plain: compare.Result, overlay: compare.Result) -> tuple[list[
     said = [f"{value:.2f} times its {what}" for what, value in (("effective tokens/s", speed), ("time to target", wait))
             if value is not None]
     gains = [gain for gain in (speed, times(1.0, wait)) if gain is not None]
+    if min(plain.steps, overlay.steps) < COMPARED_STEPS:
+        return ["against plain", "", "; ".join([*said, f"{plain.steps} and {overlay.steps} optimiser steps are too few "
+                                                       "to tell it from chance"])], False
     better = any(gain > TOLD_APART for gain in gains)
     worse = any(gain < 1 / TOLD_APART for gain in gains)
     verdict = ("more than two runs of one arm differ by" if better or worse else

@@ -15,8 +15,8 @@ from bench import quickstart
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def arm(effective_per_s, time_to_target):
-    return SimpleNamespace(effective_per_s=effective_per_s, time_to_target=time_to_target)
+def arm(effective_per_s, time_to_target, steps=40):
+    return SimpleNamespace(effective_per_s=effective_per_s, time_to_target=time_to_target, steps=steps)
 
 
 @pytest.mark.parametrize("overlay, gained, said", [
@@ -25,6 +25,8 @@ def arm(effective_per_s, time_to_target):
     ((140.0, 45.0), True, ("1.40", "0.90", "more than two runs of one arm differ by")),
     ((140.0, 80.0), False, ("1.40", "1.60 times its time to target", "more than")),  # more tokens, and slower
     ((60.0, 50.0), False, ("0.60", "more than")),
+    ((54.0, None, 3), False, ("0.54", "40 and 3 optimiser steps are too few")),
+    ((140.0, 45.0, 3), False, ("1.40", "too few")),
 ])
 def test_a_gain_is_claimed_only_beyond_what_two_runs_of_one_arm_differ_by(overlay, gained, said):
     row, better = quickstart.against_plain(arm(100.0, 50.0), arm(*overlay))
