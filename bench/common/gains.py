@@ -17,6 +17,7 @@ from bench.common import ROOT
 from esgrpo import compat
 
 RESULTS = ROOT / "bench" / "results"
+FRESH = "fresh tokens/s"  # each token weighs less with its age
 # two H200s a run, 33 M parameters, staleness 2.0, token_outputs on in the overlay's arm
 TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
 CPU = ("ablation_search.json", "ablation_chain.json")
@@ -150,9 +151,12 @@ def module_numbers() -> dict[str, str]:
     losses = json.loads((RESULTS / "robustness_losses.json").read_text())["table"]
     at = losses[0].index("held-out reward, end, less vanilla")
     less = {row[1].replace(" ", "_"): row[at] for row in losses[1:]}
+    loop = json.loads((RESULTS / "overlap_cpu.json").read_text())["arms"]
+    control = {f"control_{half}_{name}": f"{loop['controlled'][half][FRESH] / loop[arm][half][FRESH]:.2f}"
+               for half in ("before", "after") for name, arm in (("start", "fixed 8, 0.5"), ("better", "fixed 24, 2"))}
     pairs = training_pairs()
     cpu = "CPU of vLLM's server, us a token"
-    return {**alone, **simulated, **shares, **less,
+    return {**alone, **simulated, **shares, **less, **control,
             "front": span([pair.overlay[cpu] for pair in pairs], 0),
             "front_plain": span([pair.plain[cpu] for pair in pairs], 0)}
 
