@@ -189,7 +189,8 @@ def test_an_end_by_signal_leaves_the_terminal_as_it_was(run, overlay, how):
     """In a terminal of its own: drawn on the other screen, which is left with the cursor shown."""
     ours, theirs = pty.openpty()
     child = subprocess.Popen([sys.executable, "-m", "esgrpo", "top", str(run)], stdin=theirs, stdout=theirs,
-                             stderr=theirs, env={**os.environ, "PYTHONPATH": str(overlay), "TERM": "xterm-256color"})
+                             stderr=theirs, env={**os.environ, "PYTHONPATH": str(overlay), "TERM": "xterm-256color",
+                                                 "COLUMNS": "100", "LINES": "60"})  # room for all of it
     os.close(theirs)
     told, asked, deadline = b"", False, time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and select.select([ours], [], [], PATIENCE_S)[0]:
