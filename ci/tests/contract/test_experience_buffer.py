@@ -37,6 +37,11 @@ from esgrpo.tools import books  # noqa: E402
 LIMIT = 3
 
 
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": True}))
+
+
 @pytest.fixture(scope="module")
 def module():
     return pytest.importorskip("verl.experimental.fully_async_policy.message_queue")
@@ -57,6 +62,14 @@ async def fill_and_drain(queue, samples) -> list:
     while (sample := (await queue.get_sample())[0]) is not None:
         found.append(sample)
     return found
+
+
+@pytest.mark.hook("queue-drops-nothing")
+def test_a_run_that_is_only_observed_drops_as_verl_does(module, monkeypatch):
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"observe": True}))
+    samples = [bytes([number]) for number in range(LIMIT + 2)]
+    plain, observed = (asyncio.run(fill_and_drain(queue_of(module, hooked), samples)) for hooked in (False, True))
+    assert observed == plain != samples
 
 
 @pytest.mark.hook("queue-drops-nothing")
