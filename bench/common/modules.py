@@ -25,6 +25,7 @@ def arms(segment_length: int) -> dict[str, list[str]]:
         "A routing": switches(*on, HISTORY, "routing.enable"),
         "B soft": switches(*on),
         "C pruning": switches(*on, HISTORY, *LOOPS, "prune.resolved.enable", "prune.audit.enable"),
+        "C loops": switches(*on, *LOOPS, "prune.audit.enable"),
         "C verdicts": switches(*on, *LOOPS, "prune.audit.enable", "prune.verdict.enable"),
         "C sampler": switches(*on, HISTORY, "sampler.enable"),
         "D elastic": switches(*on, HISTORY, "elastic.enable"),

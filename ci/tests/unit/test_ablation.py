@@ -35,7 +35,7 @@ def test_each_module_is_one_switch_away_from_the_arm_before():
     own = {arm: config.features(settings_of(modules.ARMS[arm]), "vanilla") - base for arm in modules.ARMS}
     assert own["A routing"] == {"history", "routing"} and own["D elastic"] == {"history", "elastic"}
     assert own["C pruning"] == {"history", "prune"} and own["C sampler"] == {"history", "sampler"}
-    assert own["C verdicts"] == {"prune"}
+    assert own["C verdicts"] == own["C loops"] == {"prune"}
     assert own["keep"] == {"keep"} and own["B yield"] == {"yield"}
     assert own["all"] == set().union(*own.values()) - {"yield"}
     assert own["all without sampler"] == own["all"] - {"sampler"}
