@@ -39,7 +39,8 @@ from dataclasses import dataclass, replace
 from bench.common.workload import Group, stream
 from bench.sim.device import Device
 from bench.sim.replica import NEVER, Replica, Run
-from esgrpo.algo.overlap import Change, Controller, Limits, Setting, Window
+from esgrpo.algo.overlap import Change, Controller, Window
+from esgrpo.algo.overlap_law import Limits, Setting
 
 SLOWER = 4.0  # than the 273 M model of bench/sim/h100.json
 REPLICAS, SEQUENCES, MEMBERS, MINI_BATCH = 2, 128, 4, 16

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from esgrpo import config, engine, records
-from esgrpo.algo.overlap import Setting
+from esgrpo.algo.overlap_law import Setting
 from esgrpo.call import wrapped
 from esgrpo.hooks.verl import owned
 from esgrpo.hooks.verl.buffer import nothing_dropped

@@ -18,21 +18,14 @@ from esgrpo.algo.overlap import (
     LEAST_TRUST,
     LOST,
     PATIENCE,
-    STEP,
     TIGHTEN,
     WATCHED,
     Cause,
     Controller,
-    Limits,
-    Rates,
-    Setting,
     Watch,
     Window,
-    best,
-    flow,
-    forecast,
-    reachable,
 )
+from esgrpo.algo.overlap_law import STEP, Limits, Rates, Setting, best, flow, forecast, reachable
 
 LIMITS = Limits((4, 128), (0.0, 8.0), (16, 128), mini_batch=16, data_parallel=8)
 START, AGE_SCALE = Setting(32, 0.5, 32), 4.0

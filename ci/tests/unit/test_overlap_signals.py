@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from esgrpo.algo.overlap import Setting, Window
+from esgrpo.algo.overlap import Window
+from esgrpo.algo.overlap_law import Setting
 from esgrpo.algo.overlap_signals import (
     Rollout,
     Run,

@@ -9,7 +9,7 @@ import pytest
 
 from bench.sim import overlap
 from bench.sim.overlap import MINI_BATCH, Case, Loop, Roles, cases, main
-from esgrpo.algo.overlap import Setting
+from esgrpo.algo.overlap_law import Setting
 
 SMALL = Case("small", 1.0, "code", groups=96)
 

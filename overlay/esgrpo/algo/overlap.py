@@ -1,27 +1,6 @@
-"""How far rollout and training overlap: concurrency, staleness bound and trigger, from measured rates. Pure.
+"""Moves concurrency, staleness bound and trigger from version to version, by measured rates. Pure.
 
-The loop. At most c groups are in flight on the replicas. The trainer takes B groups at once (the trigger), K times a
-weight version: a version is N = K B groups. Rollout may begin N (1 + sigma) groups a version, those counted that were
-in process at the last sync (verl's staleness_threshold); by Little's law W = sigma N are in process at a sync. A
-mini-batch has m groups, each is one optimiser step.
-
-The law. Of the settings (c, sigma, B) within reach it takes the one with the most *fresh* groups a second,
-
-    J = N / V * exp(-A / (lambda * trust))
-    V = max(R, T) + (1 - o) min(R, T)        seconds of a version: rollout R and training T, overlapped by o
-    R = N g (a / f + b) + p                  seconds of rollout by itself
-    T = K (d + e g B) + s                    seconds of training by itself
-    f = min(c, W + 0.4 (N - q))              groups in flight, mean: the limit, or what the staleness bound leaves
-    q = h B min(1, T / R)                    groups that come in while it trains
-    o = min(1, W / (f' + q)) ** (2/3)        the overlap ratio; f' is as much of f as rollout needs to keep up
-    A = (P + (N - m) / 2) / m                optimiser steps between making a token and training on it
-    P = min(W, f + q + T / (2 (R - T)))      in process: what waits by chance is Kingman's; W where R <= T
-
-g (tokens of a group), a and b (f / (tokens/s) = a + b f), d and e (a trigger's train time = d + e tokens), s and p (a
-weight sync, for the trainer and for the replicas) are measured in every version: that is the feed-forward, and nothing
-is searched for on the running system. Without the exponential the largest staleness would always win; lambda is the age
-that costs a token 1 - 1/e of its worth, in optimiser steps, and the user's to say. The form of o was fitted to
-simulated settings; A is right up to a constant, which J's maximum does not depend on.
+The law, and what its letters mean, is algo/overlap_law.py's; here stands what feeds it and when a setting moves.
 
 Feedback. h starts at FIRST_STOCK; while training is the slower side it falls by LESS in a version in which the trainer
 hardly waited for groups, and rises by MORE in one in which it did. `trust` falls by TIGHTEN when entropy falls or loss,
@@ -41,14 +20,13 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-STEP = 1.5  # factor by which concurrency and what is in process move in one version at most
+from esgrpo.algo.overlap_law import FIRST_STOCK, TINY, Forecast, Limits, Rates, Setting, best, flow, forecast
+
 DEAD_BAND = 0.02  # relative gain in J below which nothing moves
 RETURN = 4  # versions within which a setting that comes back was left for nothing
-SHARES = (-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0)  # of such a move, tried in every version
-ONSET = 2 / 3  # a little in process hides much of the training; of six forms of o tried on 300 simulated settings
 FORGET = 0.8  # weight of a version against the next one, in the lines
 MEMORY = 12  # versions in a line
 PRIOR = 0.1  # weight of what is believed of a line's level before it was measured, in versions
@@ -58,13 +36,11 @@ JUMP = 1.25  # factor by which a measurement is off its line
 SMOOTH, USUAL = 0.4, 0.1  # of a new value in a running mean; in that of what is usual
 BASE = 2  # versions at the start setting by which it is known
 LOST = 6
-FILLED = 0.4  # of what is begun in a version and is not in process at its start, the part in flight on the mean; fitted
-FIRST_STOCK = 0.8  # fitted, too
 STOCK, LESS, MORE, NO_WAIT, WAITED = (0.5, 1.5), 0.03, 0.06, 0.01, 0.04  # bounds, steps of h; shares of a version
 TIGHTEN, WIDEN, CALM, LEAST_TRUST = 0.7, 1.15, 3, 0.2
 ALARM, LEAST_DEVIATION, DRIFT, WATCHED = 3.0, 0.05, 0.5, 5  # deviations; of mean; of first level; versions
 LOSS, PATIENCE, HOLD = 0.05, 4, 8  # relative to the start setting; versions; versions
-TINY, MOST = 1e-9, 1e12  # what is measured lies between
+MOST = 1e12  # what is measured lies between it and TINY
 
 
 class Cause(str, enum.Enum):
@@ -78,45 +54,6 @@ class Cause(str, enum.Enum):
     END = "end of data"  # no larger trigger would be filled
 
     __str__ = str.__str__
-
-
-@dataclass(frozen=True)
-class Setting:
-    concurrency: int  # groups in flight at most, c
-    staleness: float  # verl's staleness_threshold, sigma
-    trigger: int  # groups that the trainer takes at once, B
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds, both ends included, in groups; `unit`: a trigger is a multiple of it."""
-
-    concurrency: tuple[int, int]
-    staleness: tuple[float, float]
-    trigger: tuple[int, int]
-    mini_batch: int = 1
-    data_parallel: int = 1
-    triggers_per_version: int = 1  # verl's trigger_parameter_sync_step, K
-
-    @property
-    def unit(self) -> int:
-        return math.lcm(self.mini_batch, self.data_parallel)
-
-    def groups(self, setting: Setting) -> int:
-        """Of a version, N."""
-        return setting.trigger * self.triggers_per_version
-
-    def in_process(self, setting: Setting) -> float:
-        return setting.staleness * self.groups(setting)
-
-    def within(self, concurrency: float, in_process: float, trigger: float) -> Setting:
-        """The nearest setting: whole groups, the trigger a multiple of the unit, all within bounds."""
-        unit = self.unit
-        low, high = -(-self.trigger[0] // unit) * unit, self.trigger[1] // unit * unit
-        batch = min(max(round(trigger / unit) * unit, low, unit), max(high, unit))
-        version = batch * self.triggers_per_version
-        staleness = min(max(math.ceil(in_process - TINY) / version, self.staleness[0]), self.staleness[1])
-        return Setting(min(max(round(concurrency), self.concurrency[0]), self.concurrency[1]), staleness, batch)
 
 
 @dataclass(frozen=True)
@@ -141,26 +78,6 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """The coefficients of the law."""
-
-    group_tokens: float
-    decode: tuple[float, float]  # a, b: f / (tokens/s) = a + b f
-    train: tuple[float, float]  # d, e: seconds of a trigger = d + e tokens
-    sync: float = 0.0  # s
-    pause: float = 0.0  # p
-    stock: float = FIRST_STOCK  # h
-
-
-@dataclass(frozen=True)
-class Forecast:
-    seconds: float  # of a version
-    age: float
-    fresh: float  # J
-    overlap: float
-
-
-@dataclass(frozen=True)
 class Change:
     """One event: a setting moved."""
 
@@ -171,52 +88,6 @@ class Change:
     after: Setting
     trust: float
     forecast: Forecast | None = None  # of `after`
-
-
-def flow(setting: Setting, rates: Rates, limits: Limits) -> tuple[float, float, float, float]:
-    """R, T, f and q: the one point at which f's and q's lines of the law hold at once."""
-    batch, count = setting.trigger, limits.groups(setting)
-    train = limits.triggers_per_version * (rates.train[0] + rates.train[1] * rates.group_tokens * batch) + rates.sync
-    alone = count * rates.group_tokens * rates.decode[0]  # R = alone / f + always
-    always = count * rates.group_tokens * rates.decode[1] + rates.pause
-    most, stock = limits.in_process(setting) + FILLED * count, FILLED * rates.stock * batch
-    # f = most - stock min(1, T / R) falls where R falls, so it is the larger one of both branches' solutions
-    middle = alone - most * always + stock * train
-    wide = abs(middle) + math.sqrt(middle * middle + 4 * always * most * alone)
-    root = 2 * most * alone / max(wide, TINY) if middle > 0 else wide / (2 * max(always, TINY))
-    inflight = min(setting.concurrency, max(1.0, most - stock, root))
-    rollout = alone / inflight + always
-    return rollout, train, inflight, stock / FILLED * min(1.0, train / max(rollout, TINY))
-
-
-def forecast(setting: Setting, rates: Rates, limits: Limits, age_scale: float) -> Forecast:
-    """The law of the module's docstring for one setting; `age_scale` is lambda * trust, in optimiser steps."""
-    rollout, train, inflight, waits = flow(setting, rates, limits)
-    count, bound = limits.groups(setting), limits.in_process(setting)
-    spare = train - rates.pause - count * rates.group_tokens * rates.decode[1]
-    needed = min(inflight, count * rates.group_tokens * rates.decode[0] / spare) if spare > 0 else inflight
-    overlap = min(1.0, bound / max(needed + waits, TINY)) ** ONSET
-    seconds = max(rollout, train) + (1 - overlap) * min(rollout, train)
-    chance = train / (2 * (rollout - train)) if rollout > train else math.inf
-    process = min(bound, inflight + waits + chance)
-    age = (process + (count - limits.mini_batch) / 2) / limits.mini_batch
-    return Forecast(seconds, age, count / max(seconds, TINY) * math.exp(-age / age_scale), overlap)
-
-
-def reachable(now: Setting, limits: Limits) -> Iterator[Setting]:
-    """Settings that one move leads to; `now` is the first."""
-    yield now
-    process = limits.in_process(now)
-    move = max(process * (STEP - 1), limits.groups(now) / 2)
-    for batch in (now.trigger, now.trigger * 2, now.trigger / 2, now.trigger + limits.unit, now.trigger - limits.unit):
-        for load in SHARES:
-            for held in SHARES:
-                yield limits.within(now.concurrency * STEP**load, max(0.0, process + held * move), batch)
-
-
-def best(now: Setting, rates: Rates, limits: Limits, age_scale: float) -> Setting:
-    """The reachable setting with the largest J; of equals `now`, then the first."""
-    return max(reachable(now, limits), key=lambda each: forecast(each, rates, limits, age_scale).fresh)
 
 
 def number(value: float | None, least: float = -MOST) -> float | None:

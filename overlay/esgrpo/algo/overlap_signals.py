@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from esgrpo.algo.overlap import TINY, Limits, Setting, Window
+from esgrpo.algo.overlap import Window
+from esgrpo.algo.overlap_law import TINY, Limits, Setting
 
 CONCURRENCY, STALENESS, TRIGGER = "concurrency", "staleness", "trigger"  # fields of Setting
 

@@ -325,7 +325,7 @@ class Move(Row):
     kind = "moves"
     version: int
     cause: str  # algo.overlap.Cause
-    before: dict  # algo.overlap.Setting, and what else was moved: name -> value
+    before: dict  # algo.overlap_law.Setting, and what else was moved: name -> value
     after: dict
     trust: float | None = None
     forecast: dict | None = None  # of `after`

@@ -18,7 +18,8 @@ from esgrpo.algo.failures import FailedPrompts, FailureStreak
 if TYPE_CHECKING:
     from esgrpo.algo.carry_over import CarryOver
     from esgrpo.algo.history import PromptHistory
-    from esgrpo.algo.overlap import Change, Controller, Setting
+    from esgrpo.algo.overlap import Change, Controller
+    from esgrpo.algo.overlap_law import Setting
     from esgrpo.algo.rows import LoopEvent
     from esgrpo.hooks.verl.groups.rollout_driver import Driver
     from esgrpo.hooks.verl.prompts.prompt_order import PromptOrder
