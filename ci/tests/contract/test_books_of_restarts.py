@@ -29,6 +29,7 @@ STARTS = (1, 2, 1, PROMPTS)  # checkpoints after which a start dies; the last on
 @pytest.fixture
 def run_dir(monkeypatch, tmp_path):
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("ESGRPO_SEGMENT", '{"enable": true}')
     monkeypatch.setattr(records, "_writer", records.Writer(period=0.01))
     for name in (records.ENV_RUN_ID, records.ENV_RESTART):
         monkeypatch.setenv(name, "")

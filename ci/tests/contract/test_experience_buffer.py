@@ -353,14 +353,15 @@ def test_switched_off_nothing_is_saved_nor_taken_back(module, rollouter_class, t
     asyncio.run(one_start(rollouter_class, module, tmp_path, 1, whole=True))
     waiting, carried = counts()
     assert waiting and carried
-    monkeypatch.setattr(engine, "out_of_action", lambda slug: f"{slug} DISABLED")
-    assert counts() == (waiting + carried, 0)
     queue = queue_of(module, hooked=True)
     asyncio.run(queue.put_sample(SentSample.of(b"x", "sample_0_1", 1)))
     made = SimpleNamespace(message_queue_client=module.MessageQueueClient(Actor(queue)))
-    assert asyncio.run(whole_samples.in_queue(made)) == []
-    monkeypatch.undo()
     assert [sample.name for sample in asyncio.run(whole_samples.in_queue(made))] == ["sample_0_1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "out_of_action", lambda slug: f"{slug} DISABLED")
+        assert counts() == (waiting + carried, 0) and asyncio.run(whole_samples.in_queue(made)) == []
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"observe": True}))  # as plain verl: nothing comes back at all
+    assert counts() == (0, 0) and asyncio.run(whole_samples.in_queue(made)) == []
 
 
 def test_samples_of_a_checkpoint_without_weights_go(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections import Counter
 from types import SimpleNamespace
 
@@ -26,6 +27,11 @@ from esgrpo.hooks.verl.prompts import (  # noqa: E402
 from esgrpo.records import read  # noqa: E402
 
 PROMPTS, BATCH, SIZE = 24, 4, 2
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": True}))
 
 
 def collate(rows):
@@ -124,6 +130,43 @@ def test_plain_verl_loses_them(rollouter_class, tmp_path):  # noqa: F811
     """Negative control."""
     counts, _ = chain(rollouter_class, tmp_path / "checkpoints", hooked=False)
     assert len(counts) <= PROMPTS - 6  # two running ones and those that waited, at each of three restarts
+
+
+def test_a_run_that_is_only_observed_goes_on_as_plain_verl_does(rollouter_class, tmp_path, monkeypatch, capfd):  # noqa: F811
+    """The same prompts under the same names, at each of three restarts; what is lost is said and stands in the rows."""
+    monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"observe": True}))
+    observed, plain = (chain(rollouter_class, tmp_path / str(hooked), hooked) for hooked in (True, False))
+    assert observed == plain
+    assert capfd.readouterr().err.count("prompts that were in flight are not trained in this epoch") == 3
+    starts = read(str(tmp_path), "start")
+    assert [bool(row["gives_back"]) for row in starts] == [False] * 4 and read(str(tmp_path), "reissued") == []
+    assert all(row["drawn"] > 0 for row in starts[1:])
+
+
+@pytest.mark.parametrize("enabled, more", [(True, 0), (False, 1)])
+def test_a_run_that_is_complete_draws_nothing_more(rollouter_class, tmp_path, monkeypatch, enabled, more):  # noqa: F811
+    """Plain verl, and so a run that is only observed, generates one prompt more: the feed looks at its limit late."""
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": enabled, "observe": True}))
+    steps = PROMPTS - BATCH
+
+    async def drawn(made) -> int:
+        made.total_rollout_steps = steps
+        feed, found = asyncio.ensure_future(made._feed_samples()), 0
+        while await made.pending_queue.get() is not None:
+            found += 1
+        await feed
+        return found
+
+    made = rollouter_of(rollouter_class, tmp_path, hooked=True)
+    assert asyncio.run(drawn(made)) == steps
+    in_flight.trained(made, [f"uid_{name}" for name in in_flight.buffer_of(made).open])
+    folder = tmp_path / f"global_step_{steps // BATCH}"
+    folder.mkdir()
+    asyncio.run(made.save_checkpoint(str(folder)))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(steps // BATCH))
+    again = rollouter_of(rollouter_class, tmp_path, hooked=True)
+    assert asyncio.run(drawn(again)) == more and in_flight.drawn_of(again) == steps + more
 
 
 def test_a_checkpoint_without_ours_is_said(rollouter_class, tmp_path, capfd):  # noqa: F811

@@ -44,10 +44,10 @@ async def around(call):
 
 
 def off() -> bool:
-    """Nobody would put them back: they are neither saved nor taken from a checkpoint."""
-    from esgrpo import engine
+    """Nobody would put them back, or the run is only observed: they are neither saved nor taken from a checkpoint."""
+    from esgrpo import config, engine
 
-    return bool(engine.out_of_action(HOOK.slug))
+    return not config.current().enable or bool(engine.out_of_action(HOOK.slug))
 
 
 async def in_queue(rollouter) -> list:

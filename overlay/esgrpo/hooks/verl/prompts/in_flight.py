@@ -1,7 +1,8 @@
 """Keeps account of every prompt that verl's rollouter takes from its data loader, and gives back those of a checkpoint.
 
 A prompt ends when the trainer has trained it (`trained_prompts`), when it failed or when its group was replaced. What
-has not ended is written with every checkpoint (`in_flight_checkpoint`) and comes first after a restart.
+has not ended is written with every checkpoint (`in_flight_checkpoint`) and comes first after a restart; a run that is
+only observed goes on as verl does, without it.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ def accounted(rollouter, iterator):
 
 
 def _is_over(rollouter) -> bool:
-    """Samples that came back whole were the last ones: the feed looks at the limit after a prompt only."""
-    from esgrpo.hooks.verl import owned
+    """The checkpoint was the run's last one, or what came back whole was its rest: the feed looks at the limit after a
+    prompt only, and would generate one that nobody trains."""
+    from esgrpo import config
 
-    return bool(owned.of(rollouter, owned.Experience).names) and rollouter.global_steps > rollouter.total_rollout_steps
+    return config.current().enable and rollouter.global_steps > rollouter.total_rollout_steps
 
 
 def _name(rollouter, epoch: int) -> str:

@@ -67,6 +67,7 @@ def give_back(rollouter, folder: str, trained: int) -> None:
     """`trained`: prompts up to the checkpoint, by verl's count."""
     import os
 
+    from esgrpo import config
     from esgrpo.algo.experience import ExperienceBuffer
     from esgrpo.algo.resuming import reissued_words
     from esgrpo.algo.terms import Status
@@ -86,6 +87,12 @@ def give_back(rollouter, folder: str, trained: int) -> None:
         experience.buffer = ExperienceBuffer(trained, ended={Status.TRAINED: trained})
         say(f"esgrpo: restart: {folder} does not say which prompts were in flight ({reason}): what the data loader "
             "had given out and was not trained is not trained in this epoch")
+        return
+    if not config.current().enable:  # observe decides nothing: as verl does, what was in flight is left out
+        experience.buffer = ExperienceBuffer(found.drawn, ended=found.ends)
+        if found.waiting:
+            say(f"esgrpo: restart: {len(found.waiting)} prompts that were in flight are not trained in this epoch, as "
+                "in plain verl: the run is only observed (segment.enable=True gives them back)")
         return
     experience.buffer = found
     whole_samples.come_back(rollouter, folder)
