@@ -41,10 +41,13 @@ class Arm:
     staleness: float
     controlled: bool = False
     epochs: int = 1  # of an update: with several, training is the slower side before rollout slows down
+    learning_rate: float = 3e-4  # with several a lower one: at this one the policy broke down, and alarms are no news
 
 
-ARMS = {"controlled": Arm(8, 0.5, True), "fixed 8, 0.5": Arm(8, 0.5), "fixed 24, 2": Arm(24, 2.0),
-        "controlled, long updates": Arm(8, 0.5, True, 6)}
+ARMS = {f"{name}{suffix}": Arm(*setting, *update)
+        for suffix, update in (("", (1, 3e-4)), (", long updates", (6, 3e-5)))
+        for name, setting in (("controlled", (8, 0.5, True)), ("fixed 8, 0.5", (8, 0.5, False)),
+                              ("fixed 24, 2", (24, 2.0, False)))}
 
 
 def overrides(each: Arm, data: Path, run_dir: Path, seed: int) -> list[str]:
@@ -53,7 +56,8 @@ def overrides(each: Arm, data: Path, run_dir: Path, seed: int) -> list[str]:
     return [*stack.fully_async(str(TESTBED / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
                                str(TESTBED / "reward.py"), str(run_dir), response_length=RESPONSE_LENGTH,
                                group_size=GROUP_SIZE, mini_batch=MINI_BATCH, staleness=each.staleness,
-                               concurrent=each.concurrent, max_num_seqs=MAX_NUM_SEQS),
+                               concurrent=each.concurrent, max_num_seqs=MAX_NUM_SEQS,
+                               learning_rate=each.learning_rate),
             f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}", f"{SEGMENT}.observe=True",
             f"actor_rollout_ref.actor.ppo_epochs={each.epochs}",
             'trainer.logger=["console","file"]', *control]
@@ -66,9 +70,13 @@ def half(events: list[dict], start: float, end: float) -> dict[str, float]:
         raise RuntimeError(f"no batch was trained in {end - start:.0f} s: raise --half")
     seconds = sum(event["seconds"] for event in mine)
     # age in optimiser steps: in weight versions, times those of one, as a version here is one trigger
-    fresh = sum(e["tokens"] * math.exp(-(e["age"] or 0.0) * e["groups"] / MINI_BATCH / AGE_SCALE) for e in mine)
+    fresh_of = [e["tokens"] * math.exp(-(e["age"] or 0.0) * e["groups"] / MINI_BATCH / AGE_SCALE) for e in mine]
+    fresh = sum(fresh_of)
     tokens = sum(event["tokens"] for event in mine)
+    rest = [worth - fresh / seconds * event["seconds"] for worth, event in zip(fresh_of, mine, strict=True)]
+    noise = math.sqrt(len(mine) / max(1, len(mine) - 1) * sum(each * each for each in rest)) / seconds
     return {"versions": len(mine), "tokens/s": tokens / seconds, "fresh tokens/s": fresh / seconds,
+            "standard error": noise,  # of the fresh ones, a ratio of sums over batches
             "trainer waits": sum(e["spent"]["wait"] for e in mine) / seconds,
             "mean age, versions": sum((e["age"] or 0.0) * e["tokens"] for e in mine) / tokens}
 
@@ -98,14 +106,14 @@ def measure(run_dir: Path, each: Arm, options) -> dict:
             "moves": [{key: move[key] for key in ("version", "cause", "before", "after")} for move in moves]}
 
 
-def run(name: str, options) -> dict:
-    each, run_dir = ARMS[name], options.out / f"{options.seed}-{name.replace(', ', '-').replace(' ', '-')}"
+def run(name: str, seed: int, options) -> dict:
+    each, run_dir = ARMS[name], options.out / f"{seed}-{name.replace(', ', '-').replace(' ', '-')}"
     if options.measure_only:
         return measure(run_dir, each, options)
     shutil.rmtree(run_dir, ignore_errors=True)
     data = options.out / "data"
-    make_data.write("search", options.seed, {"train": PROMPTS, "val": HELD_OUT}, data)
-    arm.run(name, overrides(each, data, run_dir, options.seed), run_dir, ROOT / "overlay",
+    make_data.write("search", seed, {"train": PROMPTS, "val": HELD_OUT}, data)
+    arm.run(name, overrides(each, data, run_dir, seed), run_dir, ROOT / "overlay",
             budget_s=2 * options.half + options.skip, say=say, environment={
                 "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "overlay", ROOT / "bench" / "slow_engine", ROOT))),
                 "SLOW_STEP_MS": str(options.step_ms), "SLOW_AFTER_S": str(options.half),
@@ -117,7 +125,7 @@ def run(name: str, options) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.overlap", description=__doc__.splitlines()[0])
     parser.add_argument("--arms", default=";".join(ARMS), help="separated by ;")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--step-ms", type=float, default=20.0, help="that an engine step sleeps; twice that later")
     parser.add_argument("--half", type=float, default=100.0, help="seconds before rollout becomes slower, and after")
     parser.add_argument("--skip", type=float, default=20.0, help="seconds at the start of a half that do not count")
@@ -129,18 +137,19 @@ def main(argv: list[str] | None = None) -> int:
     names = options.arms.split(";")
     if set(names) - set(ARMS):
         parser.error(f"unknown arm in {names}; known: {', '.join(ARMS)}")
-    found = {name: run(name, options) for name in names}
+    found = {name: {str(seed): run(name, seed, options) for seed in options.seeds} for name in names}
+    runs = [(f"{name}, seed {seed}", result) for name, of_seed in found.items() for seed, result in of_seed.items()]
     rows = [[name, part, *(f"{number:.2f}" for number in result[part].values())]
-            for name, result in found.items() for part in ("before", "after")]
-    print_table([["arm", "half", *next(iter(found.values()))["before"]], *rows])
-    for name, result in found.items():
+            for name, result in runs for part in ("before", "after")]
+    print_table([["run", "half", *runs[0][1]["before"]], *rows])
+    for name, result in runs:
         say(f"{name}: {len(result['moves'])} moves, the first {result['versions from the shift to the first move']} "
             f"versions after the shift; {result['unaccounted']:.2%} of the wall time unaccounted for")
     if options.results:
         given = [each for each in (argv if argv is not None else sys.argv[1:]) if each != "--measure-only"]
         command = " ".join(["python -m bench.overlap", *map(shlex.quote, given)])
         options.results.write_text(json.dumps({
-            "command": without_folders(command), "commit": found[names[0]]["commit"], "seed": options.seed,
+            "command": without_folders(command), "commit": runs[0][1]["commit"], "seeds": options.seeds,
             "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": f"{os.cpu_count()} cores of {cpu_model()}",
             "python": platform.python_version(), "age_scale": AGE_SCALE, "step_ms": options.step_ms,
             "arms": found}, indent=1) + "\n")

@@ -39,6 +39,7 @@ from dataclasses import dataclass, replace
 from bench.common.workload import Group, stream
 from bench.sim.device import Device
 from bench.sim.replica import NEVER, Replica, Run
+from esgrpo.algo.accounting import Pace, pace_of
 from esgrpo.algo.overlap import Change, Controller, Window
 from esgrpo.algo.overlap_law import Limits, Setting
 
@@ -328,7 +329,9 @@ class Loop:
             change = self.controller.observe(Window(
                 self.version, seconds, decoded - self.decoded, self.inflight_s / seconds,
                 self.finished_tokens / self.finished if self.finished else None, self.trained_tokens, self.train_s,
-                self.case.sync_s + self.roles.switched, self.pause_s, self.waited_s, self.aged / self.trained_tokens))
+                self.case.sync_s + self.roles.switched,
+                *pace_of(vars(replica.pace) for replica in self.replicas), self.pause_s, self.waited_s,
+                self.aged / self.trained_tokens))
             self.decoded_next = decoded
             if change is not None:
                 self.changes.append(change)
@@ -342,6 +345,8 @@ class Loop:
         self.mark, self.inflight_s, self.finished, self.finished_tokens = self.now, 0.0, 0, 0
         self.train_s = self.aged = self.trained_tokens = 0.0
         self.decoded = getattr(self, "decoded_next", 0)
+        for replica in self.replicas:
+            replica.pace = Pace()
 
 
 def fixed(case: Case, setting: Setting, found: dict[Setting, float]) -> float:

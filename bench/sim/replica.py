@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from bench.common.workload import Sample
 from bench.sim.device import ABORT_WAIT_S, BLOCK, Device
-from esgrpo.algo.accounting import Occupancy
+from esgrpo.algo.accounting import Occupancy, Pace
 
 NEVER = math.inf
 ROUNDING = 1e-6  # tokens: `done` is a sum of floats
@@ -55,6 +55,7 @@ class Replica:
         self.company = 1.0
         self.times = step_times(device, sequences, self.company)
         self.occupancy = Occupancy(capacity, clock)
+        self.pace = Pace()
         self.running: dict[int, Run] = {}  # by sample key, in order of admission
         self.waiting: deque[Run] = deque()
         self.waits = 0  # entries of `waiting` that are not gone
@@ -85,6 +86,7 @@ class Replica:
                 step += slope * self.kv_used
                 span = 2 * span / (1 + math.sqrt(1 + 2 * slope * running * span / (step * step)))
             self.done += span / step
+            self.pace.add(running, (now - start) * step / span, span / step)
         self.last = now
 
     def next_event(self) -> float:

@@ -28,7 +28,7 @@ from esgrpo.algo.overlap import (
 from esgrpo.algo.overlap_law import STEP, Limits, Rates, Setting, best, flow, forecast, reachable
 
 LIMITS = Limits((4, 128), (0.0, 8.0), (16, 128), mini_batch=16, data_parallel=8)
-START, AGE_SCALE = Setting(32, 0.5, 32), 4.0
+START, AGE_SCALE, MEMBERS = Setting(32, 0.5, 32), 4.0, 4
 RATES = Rates(5000.0, (4e-3, 1e-4), (1.0, 1e-4), sync=1.0, pause=2.0)
 MEASURED = [field.name for field in fields(Window) if field.name != "version"]
 VALUES = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True), st.floats(1e-3, 1e6))
@@ -47,8 +47,10 @@ def played(version: int, setting: Setting, rates: Rates, limits: Limits = LIMITS
     tokens = limits.groups(setting) * rates.group_tokens
     decoding = tokens * (rates.decode[0] / inflight + rates.decode[1])
     mean_inflight = inflight * decoding / max(seen.seconds - rates.pause, decoding)
+    cost = rates.decode[0] + rates.decode[1] * mean_inflight
     return Window(version, seen.seconds, tokens, mean_inflight, rates.group_tokens, tokens,
-                  train - rates.sync, rates.sync, rates.pause, max(0.0, seen.seconds - train), seen.age)
+                  train - rates.sync, rates.sync, MEMBERS * cost, rates.decode[0] / cost, rates.pause,
+                  max(0.0, seen.seconds - train), seen.age)
 
 
 def run(control: Controller, rates: Rates, versions: range) -> list:

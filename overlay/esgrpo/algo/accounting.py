@@ -4,12 +4,51 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from esgrpo.algo.terms import Outcome, Treatment
 
+ABORTED_KEPT = 4096  # more than run at once; most come back within seconds
+LEAST_STEPS, LEAST_SPREAD = 16, 0.1  # of a line: steps; deviation of their batch, of its mean
 TIMELINE_PERIOD_S = 0.25  # the occupancy curve keeps one point per period, enough for a plot
+
+
+@dataclass
+class Pace:
+    """Sums over steps that only decode, of which the line of a step's seconds over its batch is made."""
+
+    steps: float = 0.0
+    batch: float = 0.0  # requests
+    seconds: float = 0.0
+    squares: float = 0.0  # batch * batch
+    products: float = 0.0  # batch * seconds
+
+    def add(self, batch: float, seconds: float, steps: float = 1.0) -> None:
+        """`steps` steps alike, of `seconds` each."""
+        self.steps += steps
+        self.batch += steps * batch
+        self.seconds += steps * seconds
+        self.squares += steps * batch * batch
+        self.products += steps * batch * seconds
+
+
+def pace_of(paces: Iterable[Mapping[str, float]]) -> tuple[float | None, float | None]:
+    """Seconds of a step, mean; and the share of it, within 0 and 1, that does not depend on the step's batch, by least
+    squares. None while steps are few, the share also while their batches are alike. `paces`: fields of Pace."""
+    sums = Counter()
+    for pace in paces:
+        sums.update(pace)
+    steps = sums["steps"]
+    if steps < LEAST_STEPS or sums["seconds"] <= 0:
+        return None, None
+    batch, seconds = sums["batch"] / steps, sums["seconds"] / steps
+    spread = sums["squares"] / steps - batch * batch
+    if spread < (LEAST_SPREAD * batch) ** 2:
+        return seconds, None
+    slope = (sums["products"] / steps - batch * seconds) / spread
+    return seconds, min(1.0, max(0.0, 1 - slope * batch / seconds))
 
 
 @dataclass
@@ -23,7 +62,9 @@ class Window:
     sync: float = 0.0  # paused for a weight sync
     idle: float = 0.0  # nothing to run: the rollouter is paused or starved
     tail: float = 0.0  # fewer requests than capacity, and nobody waiting
+    away: float = 0.0  # request-seconds from an abort until the request came back; in idle and tail, too
     steps: int = 0
+    pace: Pace = field(default_factory=Pace)
     tokens: int = 0
     surprisal: float = 0.0  # nats, -log p of the sampled tokens of attempts that ended in it
     surprisal_tokens: int = 0  # how many these are
@@ -38,6 +79,8 @@ class Occupancy:
         self._clock = clock
         self._running, self._waiting, self._paused = 0, 0, False
         self._last = clock()
+        self._stepped: float | None = None  # when the last step ended, if the next one follows it at once
+        self._left: OrderedDict[Hashable, float] = OrderedDict()  # aborted requests, and when
         self.window = Window(self._last, capacity=capacity)
 
     def _integrate(self) -> float:
@@ -62,6 +105,8 @@ class Occupancy:
 
     def observe(self, running: int, waiting: int) -> None:
         """From now on `running` requests decode and `waiting` ones queue."""
+        if not running:
+            self._stepped = None
         if running == self._running and waiting == self._waiting:  # as at most steps: the next change integrates it
             return
         now = self._integrate()
@@ -72,7 +117,26 @@ class Occupancy:
 
     def pause(self, paused: bool) -> None:
         self._integrate()
-        self._paused = paused
+        self._paused, self._stepped = paused, None
+
+    def stepped(self, batch: int, decodes: bool) -> None:
+        """A step of so many requests ended; `decodes`: none of them was prefilled."""
+        now = self._clock()
+        if decodes and self._stepped is not None:
+            self.window.pace.add(batch, now - self._stepped)
+        self.window.steps += 1
+        self._stepped = now
+
+    def aborted(self, key: Hashable) -> None:
+        self._left[key] = self._clock()
+        while len(self._left) > ABORTED_KEPT:
+            self._left.popitem(last=False)
+
+    def came(self, key: Hashable) -> None:
+        """A request, which may be one that was aborted."""
+        left = self._left.pop(key, None)
+        if left is not None:
+            self.window.away += self._clock() - left
 
     def ended(self, logprob_sum: float, tokens: int) -> None:
         """An attempt ended, of which so many sampled tokens have a log-prob."""

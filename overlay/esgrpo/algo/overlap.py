@@ -2,6 +2,11 @@
 
 The law, and what its letters mean, is algo/overlap_law.py's; here stands what feeds it and when a setting moves.
 
+Feed-forward. b / a is that of the engines' own steps over their batch, which fills and drains in every version: no move
+is needed to learn what more in flight costs. a is the time of such a step, of which QUICK is taken over at once, times
+the steps that a token of a group in flight takes, whose mean moves by SMOOTH. Train time is a line over the last
+MEMORY versions; two in a row that are JUMP off it mean another speed, and rescale it.
+
 Feedback. h starts at FIRST_STOCK; while training is the slower side it falls by LESS in a version in which the trainer
 hardly waited for groups, and rises by MORE in one in which it did. `trust` falls by TIGHTEN when entropy falls or loss,
 KL or gradient norm rises, twice running beyond what is usual; it comes back by WIDEN a version after CALM quiet ones.
@@ -30,10 +35,11 @@ RETURN = 4  # versions within which a setting that comes back was left for nothi
 FORGET = 0.8  # weight of a version against the next one, in the lines
 MEMORY = 12  # versions in a line
 PRIOR = 0.1  # weight of what is believed of a line's level before it was measured, in versions
-DECODE_LEVEL, TRAIN_LEVEL = 0.5, 0.1  # that belief: the share of the time that does not depend on the load
+TRAIN_LEVEL, DECODE_LEVEL = 0.1, 0.5  # that belief: the share of the time that does not depend on the load
+LEAST_LEVEL = 0.1  # of it, that engines may say
 SETTLED = 3  # versions in a line before one can be off it
 JUMP = 1.25  # factor by which a measurement is off its line
-SMOOTH, USUAL = 0.4, 0.1  # of a new value in a running mean; in that of what is usual
+SMOOTH, QUICK, USUAL = 0.4, 0.7, 0.1  # of a new value in a running mean; of one that many steps make; of what is usual
 BASE = 2  # versions at the start setting by which it is known
 LOST = 6
 STOCK, LESS, MORE, NO_WAIT, WAITED = (0.5, 1.5), 0.03, 0.06, 0.01, 0.04  # bounds, steps of h; shares of a version
@@ -68,6 +74,8 @@ class Window:
     trained_tokens: float | None = None
     train_s: float | None = None  # the trainer at work, all of the version
     sync_s: float | None = None  # of the trainer: for the weight sync, and for what else a version costs it once
+    step_s: float | None = None  # of an engine's step that only decodes, mean
+    decode_level: float | None = None  # share of a decode step's time that does not depend on its batch, on the mean
     pause_s: float | None = None  # a replica decodes nothing because of it, aborts and prefills included
     wait_s: float | None = None  # of the trainer, for groups
     age: float | None = None  # optimiser steps between making a token and training on it, mean of trained tokens
@@ -133,6 +141,29 @@ class Line:
 
 
 @dataclass
+class Decoding:
+    """The law's a + b f. It grows with f as the steps of the engines do with their batch; their speed is followed at
+    once, and slowly how many of them a token of a group in flight takes."""
+
+    level: float | None = None  # a
+    growth: float | None = None  # b / a
+    steps: float | None = None  # of an engine, a token and a group in flight
+
+    def add(self, inflight: float, cost: float, step_s: float | None, share: float | None) -> None:
+        """`cost`: f / (tokens/s); `share`: of a step's time that does not depend on its batch."""
+        if share is not None or self.growth is None:
+            share = DECODE_LEVEL if share is None else min(max(share, LEAST_LEVEL), 1.0)
+            self.growth = _smooth(self.growth, (1 / share - 1) / inflight)
+        if step_s is not None:
+            self.steps = _smooth(self.steps, cost / step_s)
+            cost = self.steps * step_s
+        self.level = _smooth(self.level, cost / (1 + self.growth * inflight), SMOOTH if step_s is None else QUICK)
+
+    def fit(self) -> tuple[float, float]:
+        return self.level, self.level * self.growth
+
+
+@dataclass
 class Watch:
     """One signal of training; `rises`: what is alarming."""
 
@@ -176,7 +207,7 @@ class Controller:
         self.start = self.setting = limits.within(start.concurrency, limits.in_process(start), start.trigger)
         self.trust = 1.0
         self.watches = {"entropy": Watch(False, True), "loss": Watch(True), "kl": Watch(True), "grad_norm": Watch(True)}
-        self._decode, self._train = Line(DECODE_LEVEL), Line(TRAIN_LEVEL)
+        self._decode, self._train = Decoding(), Line(TRAIN_LEVEL)
         self._group_tokens: float | None = None
         self._sync = self._pause = 0.0
         self._stock = FIRST_STOCK
@@ -192,7 +223,7 @@ class Controller:
     @property
     def rates(self) -> Rates | None:
         """None before all that the law needs was measured once."""
-        if self._group_tokens is None or not self._decode.points or not self._train.points:
+        if self._group_tokens is None or self._decode.level is None or not self._train.points:
             return None
         return Rates(self._group_tokens, self._decode.fit(), self._train.fit(), self._sync, self._pause, self._stock)
 
@@ -242,7 +273,8 @@ class Controller:
         if group_tokens:
             self._group_tokens = _smooth(self._group_tokens, group_tokens)
         if seconds and tokens and inflight:
-            self._decode.add(inflight, inflight * max(seconds - self._pause, seconds / 2) / tokens)
+            self._decode.add(inflight, inflight * max(seconds - self._pause, seconds / 2) / tokens,
+                             number(window.step_s, TINY), number(window.decode_level, 0.0))
         if trained and train:
             triggers = self.limits.triggers_per_version
             self._train.add(trained / triggers, train / triggers)
@@ -297,5 +329,5 @@ class Controller:
         return Change(self.clock(), self._version, cause, before, after, self.trust, then)
 
 
-def _smooth(old: float | None, new: float) -> float:
-    return new if old is None else old + SMOOTH * (new - old)
+def _smooth(old: float | None, new: float, gain: float = SMOOTH) -> float:
+    return new if old is None else old + gain * (new - old)

@@ -11,7 +11,8 @@ The law. Of the settings (c, sigma, B) within reach it takes the one with the mo
     V = max(R, T) + (1 - o) min(R, T)        seconds of a version: rollout R and training T, overlapped by o
     R = N g (a / f + b) + p                  seconds of rollout by itself
     T = K (d + e g B) + s                    seconds of training by itself
-    f = min(c, W + 0.4 (N - q))              groups in flight, mean: the limit, or what the staleness bound leaves
+    f = 1 / (c**-4 + w**-4) ** (1/4)         groups in flight, mean: about the smaller one of the limit, and of what
+    w = W + 0.4 (N - q)                      the staleness bound leaves
     q = h B min(1, T / R)                    groups that come in while it trains
     o = min(1, W / (f' + q)) ** (2/3)        the overlap ratio; f' is as much of f as rollout needs to keep up
     A = (P + (N - m) / 2) / m                optimiser steps between making a token and training on it
@@ -36,6 +37,7 @@ STEP = 1.5  # factor by which concurrency and what is in process move in one ver
 SHARES = (-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0)  # of such a move, tried in every version
 ONSET = 2 / 3  # a little in process hides much of the training; of six forms of o tried on 300 simulated settings
 FILLED = 0.4  # of what is begun in a version and is not in process at its start, the part in flight on the mean; fitted
+EDGE = 4  # how sharp the limit of concurrency is on the mean: the in-flight count is below it for a part of a version
 FIRST_STOCK = 0.8  # fitted, too
 TINY = 1e-9
 
@@ -99,6 +101,12 @@ class Forecast:
     overlap: float
 
 
+def at_most(limit: float, wanted: float) -> float:
+    """The smaller one of two positive numbers, rounded off where they meet."""
+    low, high = sorted((limit, wanted))
+    return low / (1 + (low / high) ** EDGE) ** (1 / EDGE)
+
+
 def flow(setting: Setting, rates: Rates, limits: Limits) -> tuple[float, float, float, float]:
     """R, T, f and q: the one point at which f's and q's lines of the law hold at once."""
     batch, count = setting.trigger, limits.groups(setting)
@@ -106,11 +114,12 @@ def flow(setting: Setting, rates: Rates, limits: Limits) -> tuple[float, float, 
     alone = count * rates.group_tokens * rates.decode[0]  # R = alone / f + always
     always = count * rates.group_tokens * rates.decode[1] + rates.pause
     most, stock = limits.in_process(setting) + FILLED * count, FILLED * rates.stock * batch
-    # f = most - stock min(1, T / R) falls where R falls, so it is the larger one of both branches' solutions
+    # w = most - stock min(1, T / R) falls where R falls, so it is the larger one of both branches' solutions
     middle = alone - most * always + stock * train
     wide = abs(middle) + math.sqrt(middle * middle + 4 * always * most * alone)
     root = 2 * most * alone / max(wide, TINY) if middle > 0 else wide / (2 * max(always, TINY))
-    inflight = min(setting.concurrency, max(1.0, most - stock, root))
+    begun = count + limits.in_process(setting)
+    inflight = at_most(min(setting.concurrency, begun), max(1.0, most - stock, root))
     rollout = alone / inflight + always
     return rollout, train, inflight, stock / FILLED * min(1.0, train / max(rollout, TINY))
 

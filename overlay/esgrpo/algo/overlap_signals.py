@@ -21,6 +21,8 @@ class Rollout:
     seconds: float | None = None
     in_flight: float | None = None
     tokens: int | None = None  # decoded by all replicas
+    step_s: float | None = None  # of an engine's step that only decodes, and the share of it that is not the batch's
+    decode_level: float | None = None
     pause_s: float | None = None
     surprisal: float | None = None  # mean, nats a token
 
@@ -62,8 +64,15 @@ def begun_at_most(setting: Setting, triggers_per_version: int) -> int:
 
 
 def pause(windows: Sequence[Mapping]) -> float | None:
-    """Seconds of a weight sync in which a replica decodes nothing, mean over engine windows with room for requests."""
-    found = [window["sync"] / window["capacity"] for window in windows if window["capacity"] > 0]
+    """Seconds of a version in which a replica decodes nothing because of the weight sync, mean over engine windows with
+    room for requests: the sync's own, or what the requests that it aborted lost until they came back, in seconds of all
+    that run or would have."""
+    found = []
+    for window in windows:
+        if window["capacity"] > 0:
+            away = window.get("away", 0.0)
+            lost = window["seconds"] * away / (window["used"] + away) if away > 0 else 0.0
+            found.append(max(window["sync"] / window["capacity"], lost))
     return sum(found) / len(found) if found else None
 
 
@@ -72,7 +81,8 @@ def window(version: int, rollout: Rollout | None, steps: Sequence[Mapping], mini
     found = Window(version=version)
     if rollout is not None:
         found = replace(found, seconds=rollout.seconds, tokens=rollout.tokens, in_flight=rollout.in_flight,
-                        pause_s=rollout.pause_s, entropy=rollout.surprisal)
+                        step_s=rollout.step_s, decode_level=rollout.decode_level, pause_s=rollout.pause_s,
+                        entropy=rollout.surprisal)
     if not steps:
         return found
     groups, tokens = (sum(step[name] or 0 for step in steps) for name in ("groups", "tokens"))

@@ -275,7 +275,9 @@ class EngineWindow(Row):
     sync: float
     idle: float
     tail: float
+    away: float = 0.0
     steps: int = 0
+    pace: dict = field(default_factory=dict)  # algo.accounting.Pace
     tokens: int = 0
     timeline: list = field(default_factory=list)
     replica: str = ""

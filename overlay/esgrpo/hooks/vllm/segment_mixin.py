@@ -53,6 +53,7 @@ class SegmentMixin:
         from esgrpo.hooks.vllm.logprob_sums import LogprobSums
 
         tokens_per_step = 1 + (getattr(self, "num_spec_tokens", 0) or 0)
+        self.segment_most_decoded = tokens_per_step
         self.segment_book = SegmentBook(settings, tokens_per_step, config.facts()["response_length"])
         self.segment_logprobs = LogprobSums()
         # verl's server names its replica in the environment that this process was spawned with (0.8 and later)
@@ -72,6 +73,7 @@ class SegmentMixin:
             earlier = request.prompt_token_ids if fields.get("marks") else None
             self.segment_book.add(request.request_id, earlier=earlier or (), **{
                 known: fields[name] for name, known in FIELDS.items() if name in fields})
+            self.segment_occupancy.came((fields.get("group"), fields.get("member")))
 
     def schedule(self, *args, **kwargs):
         output = super().schedule(*args, **kwargs)
@@ -129,7 +131,8 @@ class SegmentMixin:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         book = self.segment_book
         due = book.advance()
-        self.segment_occupancy.window.steps += 1
+        self.segment_occupancy.stepped(
+            len(scheduled), scheduler_output.total_num_scheduled_tokens <= self.segment_most_decoded * len(scheduled))
         if due or book.pending:
             self._segment_act(due, outputs)
         if not self.requests:
@@ -199,6 +202,7 @@ class SegmentMixin:
                    "logprob_sum": self.segment_logprobs.pop(request.request_id), "marks": marks,
                    "surprisal": item.surprisal}
         if outcome == Outcome.ABORT:
+            self.segment_occupancy.aborted((item.group, item.member))
             self.segment_aborted[item.group, item.member] = payload
             while len(self.segment_aborted) > ABORTED_KEPT:
                 self.segment_aborted.popitem(last=False)
