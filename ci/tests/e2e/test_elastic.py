@@ -1,12 +1,13 @@
 """A real fully-async run with the whole method on, also what its profile leaves out.
 
-History, routing, elastic segments, audited pruning, sampler, kept requests.
+History, routing, elastic segments, audited pruning, sampler, kept requests, overlap control.
 
 One start. Its pruning is as bold as the settings allow, so that many coins fall in a short run.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -15,14 +16,17 @@ import pytest
 from bench.common import arm
 from ci.tests.e2e.test_fully_async import (
     GROUP_SIZE,
+    MINI_BATCH,
     NEVER_WAIT,
     RESPONSE_LENGTH,
     ROOT,
     SEGMENT,
+    check_time,
     metrics_of,
     overrides,
 )
 from esgrpo.algo import decisions
+from esgrpo.algo.overlap import Cause
 from esgrpo.records import read
 from esgrpo.tools import decided
 
@@ -31,11 +35,17 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 # More than the rollouter's queue holds: while the feed still has work, a place can be given back.
 PROMPTS, EXEMPT = 120, 0.3
 
+# The engine has room for four times as many prompts as the run begins with, and age costs next to nothing: something
+# can be gained.
+MOST_CONCURRENT = 16
+OVERLAP = [f"{SEGMENT}.overlap.{key}" for key in (
+    "enable=True", "override=True", f"max_concurrency={MOST_CONCURRENT}", "max_batches=1", "age_scale=1000.0")]
+
 # Hooks that only this run needs, beside those of test_fully_async.
 EXPECTED = {
     "rollouter": {"prompt-forecasts", "prompt-queue", "prompt-sampler", "resolved-groups-are-replaced",
                   "rebalance-moves-the-surplus"},
-    "trainer": {"keep-probabilities-reach-estimator"},
+    "trainer": {"keep-probabilities-reach-estimator", "overlap-control"},
     "vllm-server": {"kept-requests", "standalone-cache-stays", "token-outputs", "first-and-last-output"},
 }
 
@@ -49,8 +59,8 @@ def run(tmp_path_factory) -> Path:
         f"{SEGMENT}.elastic.enable=True", f"{SEGMENT}.elastic.min_length=16",
         f"{prune}.resolved.enable=True", f"{prune}.resolved.null_prob=1.0", f"{prune}.audit.min_candidates=5",
         f"{prune}.audit.max_false_rate=1.0", f"{prune}.audit.exempt_prob={EXEMPT}",
-        f"{prune}.treatment=masked", "actor_rollout_ref.actor.policy_loss.loss_mode=pois", staleness=NEVER_WAIT,
-        prompts=PROMPTS), run_dir, ROOT / "overlay")
+        f"{prune}.treatment=masked", *OVERLAP, "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
+        staleness=NEVER_WAIT, prompts=PROMPTS), run_dir, ROOT / "overlay")
     return run_dir
 
 
@@ -119,7 +129,8 @@ def test_foreseen_groups_were_replaced_and_never_trained(run):
 
 def test_modules_decided_or_say_why_not(run):
     modules = {row.module: row for row in decided.of_directory(str(run)) if row.on}
-    assert set(modules) == {"routing", "loops", "pruning", "replaced", "elastic", "sampler", "keep", "token_outputs"}
+    assert set(modules) == {"routing", "loops", "pruning", "replaced", "elastic", "sampler", "keep", "token_outputs",
+                            "overlap"}
     assert all(row.decided or row.reason for row in modules.values())
     responses, windows = read(str(run), "responses"), read(str(run), "windows")
     assert modules["pruning"].decided == sum(row["rule"] == "resolved" for row in responses) > 0
@@ -129,6 +140,20 @@ def test_modules_decided_or_say_why_not(run):
     assert modules["elastic"].reason == decisions.NO_TAILS
     rows = metrics_of(run, "esgrpo/decisions/pruning")
     assert 0 < sum(row["esgrpo/decisions/pruning"] for row in rows) <= modules["pruning"].decided
+
+
+def test_overlap_was_measured_and_every_move_is_recorded(run):
+    """Whether it gains by a move is up to the machine; what it did is written down and followed."""
+    counts, _ = decisions.of_rows(read(str(run), "decisions"))
+    moves, log = read(str(run), "moves"), (run / "log.txt").read_text()
+    assert counts["overlap/versions"] >= counts["overlap/measured"] > 0
+    assert counts["overlap/moves"] == len(moves) == log.count("esgrpo: overlap at version ")
+    for move, then in itertools.pairwise(moves):
+        assert move["after"] == then["before"] and move["version"] < then["version"]
+    for move in moves:
+        assert move["cause"] in set(Cause) and move["before"] != move["after"]
+        assert 1 <= move["after"]["concurrency"] <= MOST_CONCURRENT and move["after"]["trigger"] == MINI_BATCH
+    check_time(run)
 
 
 def test_history_was_learnt_saved_and_used(run):

@@ -20,7 +20,10 @@ import pytest
 
 from bench.common import arm, stack
 from bench.testbed import make_data
+from esgrpo.algo import decisions
+from esgrpo.algo.terms import Rule
 from esgrpo.records import read
+from esgrpo.tools import decided
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,6 +34,10 @@ RESPONSE_LENGTH = 384
 # responses are short, and weight syncs cut them: what a run of seconds sees must be proven sooner than by default
 SHORT_LOOPS = [f"{SEGMENT}.prune.repetition.{key}" for key in (
     "enable=True", "min_span=64", "max_pattern_size=16", "max_surprisal=0.05", "check_interval=16")]
+# verdicts that look often and cut early: whether their gate opens is up to a run's own outcomes, what it says must hold
+VERDICTS = [f"{SEGMENT}.prune.{key}" for key in (
+    "verdict.enable=True", "verdict.check_interval=32", "verdict.cut_below=0.5", "verdict.min_outcomes=20",
+    "audit.enable=True", "audit.min_candidates=1", "audit.max_false_rate=1.0")]
 # vLLM and FSDP hold the same weights: only rounding may differ, float32 on a CPU, bfloat16 on a GPU
 EXACT_KL = {"cpu": 1e-6, "cuda": 1e-3}[stack.DEVICE]
 NEVER_WAIT = 4.0  # staleness at which the rollouter still generates whenever the trainer syncs, on any machine
@@ -75,7 +82,7 @@ def run(tmp_path_factory) -> Path:
     run_dir = tmp_path / "run"
     arm.run("e2e", overrides(
         tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
-        *SHORT_LOOPS,
+        *SHORT_LOOPS, *VERDICTS,
         "actor_rollout_ref.actor.policy_loss.loss_mode=pois", staleness=NEVER_WAIT), run_dir, ROOT / "overlay")
     return run_dir
 
@@ -129,8 +136,9 @@ def test_every_token_is_accounted_for(run):
         window["replica"] for window in windows}
 
 
-def test_both_sides_account_for_their_time(run):
-    events = read(str(run), "events")
+def check_time(run_dir: Path) -> None:
+    """Trainer and rollouter each say where all of their time went."""
+    events = read(str(run_dir), "events")
     for side, parts in (("train", {"wait", "sync", "train", "other"}), ("rollout", {"idle", "busy"})):
         mine = [event for event in events if event["side"] == side]
         assert len(mine) >= 3, side
@@ -139,6 +147,11 @@ def test_both_sides_account_for_their_time(run):
             assert sum(event["spent"].values()) == pytest.approx(event["seconds"])
             gap = then["start"] - event["start"] - event["seconds"]
             assert abs(gap) < 0.02 * max(1.0, then["seconds"]), "time between two events is nobody's"
+
+
+def test_both_sides_account_for_their_time(run):
+    check_time(run)
+    events = read(str(run), "events")
     steps = [event for event in events if event["side"] == "train"]
     assert sum(event["spent"]["train"] for event in steps) > 0 and sum(event["spent"]["wait"] for event in steps) > 0
     trained = [row for row in read(str(run), "trained") if not row["pruned"]]
@@ -160,11 +173,26 @@ def test_partial_rollouts_yields_and_pruning_happened(run):
     assert any(r["attempts"] > 1 for r in responses)
     assert any(r["boundaries"] > 0 for r in responses)
     pruned = {(r["group"], r["member"]) for r in responses if r["outcome"] == "prune"}
-    assert pruned, "the testbed's repetition loops were not found"
-    assert all(r["rule"] == "repetition" for r in responses if r["outcome"] == "prune")
+    rules = {r["rule"] for r in responses if r["outcome"] == "prune"}
+    assert "repetition" in rules, "the testbed's repetition loops were not found"
+    assert rules <= {"repetition", "verdict"}
     masked = {(r["group"], r["member"]) for r in read(str(run), "trained") if r["pruned"]}
     assert masked <= pruned
     assert all(not r["gradient"] for r in read(str(run), "trained") if r["pruned"])
+
+
+def test_verdicts_were_looked_for_and_say_what_their_gate_did(run):
+    """Every finished response has taught the gate; it was judged at each weight sync, and only an open one cuts."""
+    counts, audit = decisions.of_rows(read(str(run), "decisions"))
+    report, responses = audit[Rule.VERDICT], read(str(run), "responses")
+    assert counts["verdicts/looks"] > 0
+    assert counts["verdicts/gate_open"] + counts["verdicts/gate_shut"] > 0
+    assert 0 < report["responses"] <= len(responses) and report["needed_responses"] == 20
+    assert report["open"] != bool(report["shut"])
+    cut = [row for row in responses if row["outcome"] == "prune" and row["rule"] == Rule.VERDICT]
+    assert counts["verdicts/pruned"] == len(cut) and (counts["verdicts/gate_open"] or not cut)
+    (module,) = (row for row in decided.of_directory(str(run)) if row.module == decisions.VERDICTS)
+    assert module.on and module.decided == len(cut) and module.reason
 
 
 def test_nothing_is_left_running_and_status_reads_the_run(run):
