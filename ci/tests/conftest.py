@@ -1,5 +1,6 @@
 """Fixtures that several tests share: the overlay's place and a clean interpreter beside this one."""
 
+import json
 import os
 import subprocess
 import sys
@@ -42,6 +43,40 @@ def run_python(clean_environment, tmp_path):
         environment = {**clean_environment, "PYTHONPATH": os.pathsep.join(map(str, path)), **variables}
         done = subprocess.run([str(python), *map(str, arguments)], cwd=cwd, env=environment, timeout=timeout,
                               capture_output=True, text=True)
+        assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def _forking(clean_environment, tmp_path_factory):
+    """(what answers requests of forked_python.py, its directory)."""
+    directory = tmp_path_factory.mktemp("forked")
+    with subprocess.Popen([sys.executable, str(ROOT / "ci/tests/forked_python.py")], text=True, cwd=directory,
+                          env={**clean_environment, "HF_HUB_OFFLINE": "1"}, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        assert server.stdout.readline() == "[]\n", "an upstream was imported before the overlay"
+        yield server, directory
+        server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def forked_python(_forking, clean_environment):
+    """`run_python` in the fork of an interpreter that has torch and transformers already: for scripts that import verl.
+    `given` is its standard input."""
+    server, directory = _forking
+
+    def run(*arguments, path=(), cwd=directory, timeout=300, code=0, given="", **variables):
+        files = {name: str(directory / name) for name in ("stdin", "stdout", "stderr")}
+        Path(files["stdin"]).write_text(given)
+        environment = {**clean_environment, "PYTHONPATH": os.pathsep.join(map(str, path)), **variables}
+        request = {**files, "arguments": [*map(str, arguments)], "cwd": str(cwd), "timeout": timeout,
+                   "environment": environment}
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        done = subprocess.CompletedProcess(arguments, int(server.stdout.readline()),
+                                           *(Path(files[name]).read_text() for name in ("stdout", "stderr")))
         assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 

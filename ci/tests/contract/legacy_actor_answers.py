@@ -29,23 +29,23 @@ def trees(tmp_path_factory) -> dict[str, Path]:
 _megatron: dict[str, dict] = {}
 
 
-def megatron_answers(run_python, overlay, tmp_path_factory) -> dict[str, dict]:
+def megatron_answers(forked_python, overlay, tmp_path_factory) -> dict[str, dict]:
     """The same for the Megatron actor: "pristine" and "patched" with the overlay loaded."""
     if not _megatron:
         for kind in ("pristine", "patched"):
-            done = run_python(HERE / "legacy_megatron_probe.py", path=(trees(tmp_path_factory)[kind], overlay, HERE),
-                              ESGRPO_ENABLE="1", ESGRPO_FEATURES="observe,pois,dmmpt", timeout=300)
+            done = forked_python(HERE / "legacy_megatron_probe.py", path=(trees(tmp_path_factory)[kind], overlay, HERE),
+                                 ESGRPO_ENABLE="1", ESGRPO_FEATURES="observe,pois,dmmpt")
             _megatron[kind] = json.loads(done.stdout.splitlines()[-1])
     return _megatron
 
 
-def answers(run_python, overlay, tmp_path_factory) -> dict[str, dict]:
+def answers(forked_python, overlay, tmp_path_factory) -> dict[str, dict]:
     """By kind: "pristine" and "patched" with the overlay loaded, "alone" is patched without it."""
     if not _answers:
         for kind, tree, variables in (("pristine", "pristine", {"ESGRPO_ENABLE": "1"}),
                                       ("patched", "patched", {"ESGRPO_ENABLE": "1"}), ("alone", "patched", {})):
-            done = run_python(HERE / "legacy_actor_probe.py", *CASES, timeout=300,
-                              path=(trees(tmp_path_factory)[tree], overlay, HERE),
-                              ESGRPO_FEATURES="observe,pois,sais,dmmpt", **variables)
+            done = forked_python(HERE / "legacy_actor_probe.py", *CASES,
+                                 path=(trees(tmp_path_factory)[tree], overlay, HERE),
+                                 ESGRPO_FEATURES="observe,pois,sais,dmmpt", **variables)
             _answers[kind] = json.loads(done.stdout.splitlines()[-1])
     return _answers

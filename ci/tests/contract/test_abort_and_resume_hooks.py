@@ -15,10 +15,7 @@ FEATURES = "observe,segment"
 
 
 @pytest.fixture(scope="module")
-def child(root, clean_environment, tmp_path_factory):
-    import os
-    import subprocess
-    import sys
+def child(root, forked_python, tmp_path_factory):
     from importlib import metadata
 
     from esgrpo import engine
@@ -30,10 +27,7 @@ def child(root, clean_environment, tmp_path_factory):
             f"Metadata-Version: 2.1\nName: vllm\nVersion: {engine.upstream_version('vllm')}+cpu\n")
 
     def run(*arguments, path=(), **variables):
-        environment = {**clean_environment, **variables, "PYTHONPATH": os.pathsep.join(map(str, [*path, root, named]))}
-        done = subprocess.run([sys.executable, root / CHILD, *arguments], cwd=tmp_path_factory.mktemp("child"),
-                              env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = forked_python(root / CHILD, *arguments, path=(*path, root, named), **variables)
         return json.loads(done.stdout.splitlines()[-1])
 
     return run

@@ -26,18 +26,21 @@ OVERRIDES = ["actor_rollout_ref.rollout.name=vllm",  # mandatory since 0.8.0
              "+actor_rollout_ref.rollout.segment.enable=True", "+actor_rollout_ref.rollout.segment.segment_length=1024",
              "+actor_rollout_ref.rollout.segment.prune.repetition.enable=True"]
 SCRIPT = """
-import json, os, pickle, sys
+import copy, json, os, pickle, sys
 import transformers
 if not hasattr(transformers, "AutoModelForVision2Seq"):
     transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
 from hydra import compose, initialize_config_dir
+from omegaconf import open_dict
 import verl
 from verl.utils.config import omega_conf_to_dataclass
 
 directory = os.path.join(os.path.dirname(verl.__file__), "trainer", "config")
 with initialize_config_dir(directory, version_base=None):
     raw = compose("ppo_trainer", overrides=sys.argv[1:]).actor_rollout_ref.rollout
-    plain = compose("ppo_trainer", overrides=[o for o in sys.argv[1:] if "segment" not in o]).actor_rollout_ref.rollout
+plain = copy.deepcopy(raw)
+with open_dict(plain):
+    plain.pop("segment", None)
 answer = {"verl": verl.__file__, "composed": raw.get("segment") is not None}
 answer["plain"] = getattr(omega_conf_to_dataclass(plain), "segment", "no such field")
 try:
@@ -83,10 +86,11 @@ def release(request):
 
 
 @pytest.fixture
-def convert(run_python, overlay):
+def convert(forked_python, overlay):
     def run(release, code=0, **variables):
         path = release[1]
-        done = run_python("-c", SCRIPT, *OVERRIDES, path=(overlay, *path), code=code, VERL_PLATFORM="cpu", **variables)
+        done = forked_python("-c", SCRIPT, *OVERRIDES, path=(overlay, *path), code=code, VERL_PLATFORM="cpu",
+                             **variables)
         if code:
             return done.stderr
         answer = json.loads(done.stdout.splitlines()[-1])

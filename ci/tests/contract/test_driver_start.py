@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -104,18 +102,14 @@ print("ANSWERS" + json.dumps(answers))
 """
 
 
-def environment(**more: str) -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("ESGRPO_")}
-    return {**clean, "PYTHONPATH": str(ROOT / "overlay"), "ESGRPO_ENABLE": "1", "VERL_PLATFORM": "cpu",
-            "HF_HUB_OFFLINE": "1", **more}
+ENVIRONMENT = {"path": (ROOT / "overlay",), "ESGRPO_ENABLE": "1", "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> dict:
+def answers(forked_python, tmp_path_factory) -> dict:
     cases = {name: [*BASE, *overrides] for name, (overrides, _) in REFUSED.items()}
     cases |= {name: [*BASE, *overrides] for name, overrides in ACCEPTED.items()}
-    result = subprocess.run([sys.executable, "-c", SCRIPT], input=json.dumps(cases), capture_output=True, text=True,
-                            env=environment(), timeout=300, cwd=tmp_path_factory.mktemp("driver"))
+    result = forked_python("-c", SCRIPT, given=json.dumps(cases), cwd=tmp_path_factory.mktemp("driver"), **ENVIRONMENT)
     line = next((x for x in result.stdout.splitlines() if x.startswith("ANSWERS")), None)
     assert line, result.stderr[-3000:]
     return {**json.loads(line.removeprefix("ANSWERS")), "said": result.stderr}
@@ -201,12 +195,10 @@ def test_routing_names_its_router_in_verls_own_key(answers):
     assert all(answers[name]["router"] is None for name in ACCEPTED if name not in ("routing", "order alone"))
 
 
-def test_a_users_mistake_never_ends_in_a_traceback():
+def test_a_users_mistake_never_ends_in_a_traceback(run_python):
     """Through verl's own main, hydra and all."""
-    result = subprocess.run(
-        [sys.executable, "-m", "esgrpo", "run", "--", sys.executable, "-m",
-         "verl.experimental.fully_async_policy.fully_async_main", *BASE, f"{SEGMENT}.segment_lenght=64"],
-        capture_output=True, text=True, env=environment(), timeout=300)
-    assert result.returncode == 1
+    result = run_python(
+        "-m", "esgrpo", "run", "--", sys.executable, "-m", "verl.experimental.fully_async_policy.fully_async_main",
+        *BASE, f"{SEGMENT}.segment_lenght=64", code=1, timeout=300, **ENVIRONMENT)
     assert "Traceback" not in result.stderr
     assert result.stderr.strip().splitlines()[-1].startswith("esgrpo: actor_rollout_ref.rollout.segment.segment_lenght")

@@ -7,12 +7,10 @@ fingerprint; what was applied is reverted, so that the run has to do without.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from ci.tests.contract.test_driver_start import BASE, LOSS, SEGMENT, environment
+from ci.tests.contract.test_driver_start import BASE, ENVIRONMENT, LOSS, SEGMENT
 from esgrpo import engine
 
 pytest.importorskip("verl")
@@ -126,11 +124,10 @@ print("ANSWERS" + json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> dict:
-    done = subprocess.run([sys.executable, "-c", SCRIPT.replace("MODES:", f"{MODES}:")],
-                          input=json.dumps([EVERYTHING, {slug: starts_for(slug) for slug in engine.load_hooks()}]),
-                          capture_output=True, text=True, env=environment(), timeout=560,
-                          cwd=tmp_path_factory.mktemp("lost"))
+def answers(forked_python, tmp_path_factory) -> dict:
+    done = forked_python("-c", SCRIPT.replace("MODES:", f"{MODES}:"),
+                         given=json.dumps([EVERYTHING, {slug: starts_for(slug) for slug in engine.load_hooks()}]),
+                         timeout=560, cwd=tmp_path_factory.mktemp("lost"), **ENVIRONMENT)
     line = next((x for x in done.stdout.splitlines() if x.startswith("ANSWERS")), None)
     assert line, done.stderr[-3000:]
     return json.loads(line.removeprefix("ANSWERS"))

@@ -15,10 +15,10 @@ PROMPTS, DATASET = "accept-prompts-without-token-ids", "pass-dataset-to-partial-
 
 
 @pytest.fixture
-def first_call(run_python, overlay, tmp_path):
+def first_call(forked_python, overlay, tmp_path):
     def run(*slugs):
         tree = release_0_7_0.whole_tree(tmp_path / "tree", slugs)
-        done = run_python(HERE / "segment_path_probe.py", "soft", path=(tree, overlay, HERE), timeout=300)
+        done = forked_python(HERE / "segment_path_probe.py", "soft", path=(tree, overlay, HERE))
         return json.loads(done.stdout.splitlines()[-1])["soft"]
 
     return run

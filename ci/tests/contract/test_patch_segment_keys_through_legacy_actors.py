@@ -13,8 +13,8 @@ LENGTH = 5  # of the probe's responses
 
 
 @pytest.fixture
-def seen(run_python, overlay, tmp_path_factory):
-    return answers(run_python, overlay, tmp_path_factory)
+def seen(forked_python, overlay, tmp_path_factory):
+    return answers(forked_python, overlay, tmp_path_factory)
 
 
 def metric(answer, name):
@@ -71,8 +71,8 @@ def test_dmmpt_masks_by_acc_which_differs_from_the_score(seen):
 
 
 @pytest.fixture
-def seen_by_megatron(run_python, overlay, tmp_path_factory):
-    return megatron_answers(run_python, overlay, tmp_path_factory)
+def seen_by_megatron(forked_python, overlay, tmp_path_factory):
+    return megatron_answers(forked_python, overlay, tmp_path_factory)
 
 
 def test_the_megatron_actor_hands_over_columns_and_entropy_only_when_patched(seen_by_megatron):

@@ -11,8 +11,8 @@ ONE_MASKED = 1
 
 
 @pytest.fixture
-def seen(run_python, overlay, tmp_path_factory):
-    return answers(run_python, overlay, tmp_path_factory)
+def seen(forked_python, overlay, tmp_path_factory):
+    return answers(forked_python, overlay, tmp_path_factory)
 
 
 def test_upstream_ends_the_run(seen):
@@ -41,8 +41,8 @@ print(json.dumps([float(agg_loss(values, empty, mode)) for mode in
 """
 
 
-def test_the_loss_of_an_empty_mask(run_python, tmp_path_factory):
+def test_the_loss_of_an_empty_mask(forked_python, tmp_path_factory):
     tree = trees_of(tmp_path_factory)
-    upstream, patched = (run_python("-c", AGGREGATE, path=(tree[name], HERE)).stdout.splitlines()[-1]
+    upstream, patched = (forked_python("-c", AGGREGATE, path=(tree[name], HERE)).stdout.splitlines()[-1]
                          for name in ("pristine", "patched"))
     assert patched == "[0.0, 0.0, 0.0, 0.0]" and upstream == "[NaN, NaN, NaN, 0.0]"

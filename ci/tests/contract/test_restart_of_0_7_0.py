@@ -21,13 +21,13 @@ def tree(tmp_path_factory):
 
 
 @pytest.fixture
-def chain(run_python, overlay, tree, tmp_path):
+def chain(forked_python, overlay, tree, tmp_path):
     """(answer of the probe, lines of ours), with the overlay or without; one child process each."""
     def run(enable: str):
         if enable not in _answers:
-            done = run_python(HERE / "restart_probe.py", tmp_path, timeout=300, path=(tree, overlay, HERE),
-                              ESGRPO_RUN_DIR=str(tmp_path), ESGRPO_FEATURES="observe", ESGRPO_ENABLE=enable,
-                              ESGRPO_SEGMENT='{"enable": true}')
+            done = forked_python(HERE / "restart_probe.py", tmp_path, path=(tree, overlay, HERE),
+                                 ESGRPO_RUN_DIR=str(tmp_path), ESGRPO_FEATURES="observe", ESGRPO_ENABLE=enable,
+                                 ESGRPO_SEGMENT='{"enable": true}')
             said = [line for line in done.stderr.splitlines() if line.startswith("esgrpo: ")]
             _answers[enable] = json.loads(done.stdout.splitlines()[-1]), said
         return _answers[enable]

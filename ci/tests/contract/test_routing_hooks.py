@@ -1,9 +1,6 @@
 """History, queue and router on verl's real rollouter and router classes, and the same without the hooks."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib import metadata
 
 import pytest
@@ -18,7 +15,7 @@ ON = {"enable": True, "history": {"enable": True}}
 
 
 @pytest.fixture(scope="module")
-def child(root, clean_environment, overlay, tmp_path_factory):
+def child(root, forked_python, overlay, tmp_path_factory):
     from esgrpo import engine
 
     named = tmp_path_factory.mktemp("named")  # verl asks for the distribution "vllm", which the CPU wheel is not
@@ -29,13 +26,10 @@ def child(root, clean_environment, overlay, tmp_path_factory):
 
     def run(features: str, **sections):
         run_dir = tmp_path_factory.mktemp("run")
-        environment = {**clean_environment, "PYTHONPATH": os.pathsep.join(map(str, [overlay, root, named])),
-                       "ESGRPO_ENABLE": "1", "ESGRPO_DISABLE": "prompt-sampler",  # needs a real data loader
-                       "ESGRPO_FEATURES": features, "ESGRPO_RUN_DIR": str(run_dir),
-                       "ESGRPO_SEGMENT": json.dumps({**ON, **sections})}
-        done = subprocess.run([sys.executable, root / CHILD, "hooked"], cwd=run_dir, env=environment,
-                              capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = forked_python(
+            root / CHILD, "hooked", path=(overlay, root, named), cwd=run_dir, ESGRPO_ENABLE="1",
+            ESGRPO_DISABLE="prompt-sampler",  # needs a real data loader
+            ESGRPO_FEATURES=features, ESGRPO_RUN_DIR=str(run_dir), ESGRPO_SEGMENT=json.dumps({**ON, **sections}))
         return {**json.loads(done.stdout.splitlines()[-1]), "said": done.stderr}
 
     return run

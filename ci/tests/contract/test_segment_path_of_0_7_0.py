@@ -27,14 +27,14 @@ _answers: dict[str, dict] = {}
 
 
 @pytest.fixture
-def answers(run_python, overlay, tmp_path_factory):
+def answers(forked_python, overlay, tmp_path_factory):
     def of(kind: str) -> dict:
         if kind not in _answers:
             slugs, loaded = KINDS[kind]
             tree = release_0_7_0.whole_tree(tmp_path_factory.mktemp(kind), slugs)
-            done = run_python(HERE / "segment_path_probe.py", *CASES, "by-value", timeout=300,
-                              path=(tree, overlay, HERE), ESGRPO_FEATURES="observe,segment,prune,yield",
-                              ESGRPO_ENABLE="1" if loaded else "0")
+            done = forked_python(HERE / "segment_path_probe.py", *CASES, "by-value",
+                                 path=(tree, overlay, HERE), ESGRPO_FEATURES="observe,segment,prune,yield",
+                                 ESGRPO_ENABLE="1" if loaded else "0")
             _answers[kind] = json.loads(done.stdout.splitlines()[-1])
         return _answers[kind]
 

@@ -52,10 +52,10 @@ def tree(tmp_path_factory):
 
 
 @pytest.fixture
-def start(run_python, overlay, tree):
+def start(forked_python, overlay, tree):
     def run(*overrides, code=0, enable="1"):
-        return run_python("-c", SCRIPT, tree, *BASE, *overrides, path=(tree, overlay, HERE), code=code, timeout=300,
-                          ESGRPO_ENABLE=enable)
+        return forked_python("-c", SCRIPT, tree, *BASE, *overrides, path=(tree, overlay, HERE), code=code,
+                             ESGRPO_ENABLE=enable)
 
     return run
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,7 +65,7 @@ print("ANSWERS" + json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> dict:
+def answers(forked_python, tmp_path_factory) -> dict:
     if importlib.util.find_spec("verl") is None:
         pytest.skip("verl is not installed")
     out = tmp_path_factory.mktemp("train")
@@ -79,11 +76,8 @@ def answers(tmp_path_factory) -> dict:
         options = train.parse(["--model", "smollm2", "--arms", arm, "--seeds", "1", "--out", str(out), *arguments])
         options.model = TESTBED / "model"  # the start wants one that is there
         told[name] = options.trainer, train.overrides(options, 1, out / "tasks", out / name.replace(" ", "-"), arm)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("ESGRPO_")}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(told)], capture_output=True, text=True, timeout=300,
-                          env={**clean, "PYTHONPATH": str(ROOT / "overlay"), "ESGRPO_ENABLE": "1",
-                               "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = forked_python("-c", SCRIPT, json.dumps(told), path=(ROOT / "overlay",), ESGRPO_ENABLE="1",
+                         VERL_PLATFORM="cpu", HF_HUB_OFFLINE="1")
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS"))[len("ANSWERS"):])
 
 

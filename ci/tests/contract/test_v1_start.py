@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from ci.tests.contract.test_driver_start import BASE, ON, SEGMENT, environment
+from ci.tests.contract.test_driver_start import BASE, ENVIRONMENT, ON, SEGMENT
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
@@ -57,11 +55,9 @@ print("ANSWERS" + json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict:
+def answers(forked_python) -> dict:
     cases = {name: [*BASE, *overrides] for name, overrides in CASES.items()}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], input=json.dumps(cases), capture_output=True, text=True,
-                          env=environment(), timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = forked_python("-c", SCRIPT, given=json.dumps(cases), **ENVIRONMENT)
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS"))[len("ANSWERS"):])
 
 
