@@ -24,6 +24,7 @@ CPU = ("ablation_search.json", "ablation_chain.json")
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
+PARTS = "train_h200_parts.json"  # five arms at once on two H200s, longer than TRAINING
 ENGLISH, CHINESE = "en", "zh"
 DPI = 130
 
@@ -104,6 +105,21 @@ def _grid() -> list[float]:
     return [float(cell[0]) for cell in cells if cell]
 
 
+def _parts() -> dict[str, str]:
+    """Of the longer run: where each arm's held-out reward ends, and effective tokens/s as a ratio."""
+    record = json.loads((RESULTS / PARTS).read_text())
+    arms = {name: next(iter(seeds.values())) for name, seeds in record["measures"].items()}
+
+    def times(name: str, base: str) -> str:
+        return f"{arms[name]['effective tokens/s'] / arms[base]['effective tokens/s']:.2f}"
+
+    ends = {"long": "overlay", "long_plain": "plain", "long_loops": "C loops", "long_verdicts": "C verdicts",
+            "long_no_loops": "all without loops"}
+    return {**{key: f"{arms[name]['held-out reward, last']:.2f}" for key, name in ends.items()},
+            "loops_times": times("C loops", "plain"), "verdicts_times": times("C verdicts", "C loops"),
+            "verdicts_cut": f"{arms['C verdicts']['decisions: verdicts']:,}"}
+
+
 def _texts() -> dict:
     return compat.toml(Path(__file__).with_suffix(".toml"))
 
@@ -134,7 +150,7 @@ def numbers() -> dict[str, str]:
         "own_runs": str(len(_against("colocate_async", CARRIED))), "stale": _stale("es-grpo"),
         "stale_own": _stale("colocate_async"), "async": spread(_against("verl", ASYNC)),
         "async_runs": str(len(_against("verl", ASYNC))),
-        "simulated": _range(math_), "code": _range(code),
+        "simulated": _range(math_), "code": _range(code), **_parts(),
     }
 
 

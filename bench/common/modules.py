@@ -50,8 +50,9 @@ LEFT_OUT = {
 
 
 def with_left_out(segment_length: int) -> dict[str, list[str]]:
-    """`arms`, and `all` without one module each."""
+    """`arms`, `all` without one module each, and with the learned verdicts, which no profile has."""
     found = arms(segment_length)
+    found["all verdicts"] = found["all"] + switches("prune.verdict.enable")
     for name, off in LEFT_OUT.items():
         keys = {line.partition("=")[0] for line in switches(*off)}
         found[name] = [line for line in found["all"] if line.partition("=")[0] not in keys] + switches(*off)
