@@ -4,9 +4,9 @@
 
 Every arm is a real fully-async run (Ray, vLLM, weight syncs, an optimiser) of the same command, seed and wall time.
 Engine steps sleep, so that rollout has a speed of its own although all processes share the cores: `bench/slow_engine`
-makes the delay of --step-ms, and doubles the steps' length after --half seconds. Throughput is in trained tokens/s, and
-in fresh ones: each weighs exp(-age / age_scale), age in optimiser steps. The first --skip seconds of either half are
-left out.
+makes the delay of --step-ms, and doubles the steps' length after --half seconds. In arms with long updates the trainer
+sleeps, too, so that it is the slower side at first. Throughput is in trained tokens/s, and in fresh ones: each weighs
+exp(-age / age_scale), age in optimiser steps. The first --skip seconds of either half are left out.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ class Arm:
     concurrent: int  # groups in flight
     staleness: float
     controlled: bool = False
-    epochs: int = 1  # of an update: with several, training is the slower side before rollout slows down
-    learning_rate: float = 3e-4  # with several a lower one: at this one the policy broke down, and alarms are no news
+    long_updates: bool = False  # training is the slower side before rollout slows down
 
 
-ARMS = {f"{name}{suffix}": Arm(*setting, *update)
-        for suffix, update in (("", (1, 3e-4)), (", long updates", (6, 3e-5)))
+ARMS = {f"{name}{suffix}": Arm(*setting, long)
+        for suffix, long in (("", False), (", long updates", True))
         for name, setting in (("controlled", (8, 0.5, True)), ("fixed 8, 0.5", (8, 0.5, False)),
                               ("fixed 24, 2", (24, 2.0, False)))}
 
@@ -56,10 +55,8 @@ def overrides(each: Arm, data: Path, run_dir: Path, seed: int) -> list[str]:
     return [*stack.fully_async(str(TESTBED / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
                                str(TESTBED / "reward.py"), str(run_dir), response_length=RESPONSE_LENGTH,
                                group_size=GROUP_SIZE, mini_batch=MINI_BATCH, staleness=each.staleness,
-                               concurrent=each.concurrent, max_num_seqs=MAX_NUM_SEQS,
-                               learning_rate=each.learning_rate),
+                               concurrent=each.concurrent, max_num_seqs=MAX_NUM_SEQS),
             f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}", f"{SEGMENT}.observe=True",
-            f"actor_rollout_ref.actor.ppo_epochs={each.epochs}",
             'trainer.logger=["console","file"]', *control]
 
 
@@ -117,7 +114,8 @@ def run(name: str, seed: int, options) -> dict:
             budget_s=2 * options.half + options.skip, say=say, environment={
                 "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "overlay", ROOT / "bench" / "slow_engine", ROOT))),
                 "SLOW_STEP_MS": str(options.step_ms), "SLOW_AFTER_S": str(options.half),
-                "SLOW_MARK": str(run_dir / "slow_since")})
+                "SLOW_MARK": str(run_dir / "slow_since"),
+                **({"SLOW_ROW_MS": str(options.row_ms)} if each.long_updates else {})})
     (run_dir / "made.json").write_text(json.dumps({"commit": commit()}))
     return measure(run_dir, each, options)
 
@@ -126,7 +124,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.overlap", description=__doc__.splitlines()[0])
     parser.add_argument("--arms", default=";".join(ARMS), help="separated by ;")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--step-ms", type=float, default=20.0, help="that an engine step sleeps; twice that later")
+    parser.add_argument("--step-ms", type=float, default=30.0, help="that an engine step sleeps; twice that later")
+    parser.add_argument("--row-ms", type=float, default=110.0,
+                        help="that an update sleeps for each response, where updates are long")
     parser.add_argument("--half", type=float, default=100.0, help="seconds before rollout becomes slower, and after")
     parser.add_argument("--skip", type=float, default=20.0, help="seconds at the start of a half that do not count")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "overlap")
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
             "command": without_folders(command), "commit": runs[0][1]["commit"], "seeds": options.seeds,
             "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": f"{os.cpu_count()} cores of {cpu_model()}",
             "python": platform.python_version(), "age_scale": AGE_SCALE, "step_ms": options.step_ms,
-            "arms": found}, indent=1) + "\n")
+            "row_ms": options.row_ms, "arms": found}, indent=1) + "\n")
     return 0
 
 

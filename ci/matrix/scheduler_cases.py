@@ -168,9 +168,7 @@ def versions_between_steps(new):
 
 
 def _abort_all(player) -> None:
-    from vllm.v1.request import RequestStatus
-
-    player.scheduler.finish_requests(list(player.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+    player.scheduler.finish_requests(list(player.scheduler.requests), _aborted())
     player.drain()
     delivered = sum(player.counts().values())
     expect(player.scheduler.segment_set_version(1)["tokens"], delivered, "tokens of the window")
@@ -196,6 +194,41 @@ def abort_while_a_prefill_is_in_flight(new):
             player.add(f"r{i}", member=i, max_tokens=50, prompt_tokens=30)
         player.run(steps)
         _abort_all(player)
+
+
+def steps_that_only_decode_are_timed_and_aborted_requests_are_away_until_they_come_back(new):
+    player = new(QUIET)
+    now = [0.0]
+    player.scheduler.segment_occupancy._clock = lambda: now[0]
+
+    def window_of(steps, version):
+        for _ in range(steps):
+            now[0] += 0.5
+            player.step()
+        return player.scheduler.segment_set_version(version)
+
+    for i in range(3):
+        player.add(f"r{i}", member=i, max_tokens=40)
+    pace = window_of(11, 1)["pace"]
+    expect((pace["steps"], pace["batch"], pace["seconds"]),
+           (10 - player.lag, 3 * (10 - player.lag), (10 - player.lag) * 0.5), "steps without the one that prefills")
+    player.scheduler.finish_requests(list(player.scheduler.requests), _aborted())
+    player.drain()
+    expect(window_of(0, 2)["away"], 0.0, "request-seconds away before anybody comes back")
+    now[0] += 2.0
+    for i in range(2):
+        player.add(f"again{i}", member=i, max_tokens=5, done_before=9)
+    now[0] += 3.0
+    player.add("another", member=7, max_tokens=5)
+    expect(window_of(0, 3)["away"], 4.0, "request-seconds of the two that came back")
+    player.run()
+    player.assert_empty()
+
+
+def _aborted():
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus.FINISHED_ABORTED
 
 
 def preempted_requests_stay_in_the_book(new):
@@ -414,6 +447,7 @@ CASES = (
     versions_between_steps,
     abort_while_steps_are_in_flight,
     abort_while_a_prefill_is_in_flight,
+    steps_that_only_decode_are_timed_and_aborted_requests_are_away_until_they_come_back,
     preempted_requests_stay_in_the_book,
     a_cache_reset_between_steps_loses_nothing,
     a_cache_reset_while_a_step_is_in_flight,

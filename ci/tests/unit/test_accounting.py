@@ -11,10 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esgrpo.algo.accounting import (
+    ABORTED_KEPT,
+    LEAST_STEPS,
     Occupancy,
+    Pace,
     bubble,
     ks_distance,
     length_bias,
+    pace_of,
     prune_report,
     quantile,
     sync_counts,
@@ -101,6 +105,74 @@ def test_the_timeline_keeps_few_points_and_every_end():
     timeline = occupancy.close().timeline
     assert len(timeline) <= 10.0 / 0.25 + 2
     assert timeline[-1] == (clock.now, 0)
+
+
+def test_the_line_of_a_step_over_its_batch():
+    """Two replicas, 20 ms and 0.5 ms a request."""
+    paces = [Pace(), Pace()]
+    for replica, batch in ((0, 8), (0, 16), (1, 40)):
+        paces[replica].add(batch, 0.020 + 0.0005 * batch, steps=10)
+    seconds, share = pace_of(map(vars, paces))
+    mean = 64 / 3
+    assert seconds == pytest.approx(0.020 + 0.0005 * mean) and share == pytest.approx(0.020 / seconds)
+    assert pace_of([]) == pace_of([{}]) == (None, None)
+
+
+@pytest.mark.parametrize("batches, expected", [
+    ([8] * 40, (0.03, None)), ([8, 9] * 20, (0.03, None)),  # alike: nothing tells what a larger one costs
+    ([8, 16] * (LEAST_STEPS // 2), (0.03, 1.0)), ([8, 16] * (LEAST_STEPS // 2 - 1), (None, None))])
+def test_of_few_steps_and_of_batches_alike_there_is_no_line(batches, expected):
+    pace = Pace()
+    for batch in batches:
+        pace.add(batch, 0.03)
+    assert pace_of([vars(pace)]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("longer, share", [(-0.002, 1.0), (0.01, 0.0)])
+def test_noise_makes_no_share_beyond_what_is_possible(longer, share):
+    pace = Pace()
+    for batch in (8, 16) * LEAST_STEPS:
+        pace.add(batch, 0.03 + longer * (batch - 12))
+    assert pace_of([vars(pace)])[1] == share
+
+
+def test_what_lies_between_steps_is_in_no_step():
+    clock = Clock()
+    occupancy = Occupancy(4, clock)
+
+    def step(seconds, decodes=True):
+        clock.now += seconds
+        occupancy.observe(3, 0)
+        occupancy.stepped(3, decodes)
+
+    step(0.5)  # nobody knows when it began
+    step(0.25)
+    step(1.0, decodes=False)
+    step(0.25)
+    occupancy.observe(0, 0)  # idle
+    step(9.0)
+    step(0.25)
+    for paused in (True, False):  # a weight sync
+        occupancy.pause(paused)
+    step(9.0)
+    window = occupancy.close()
+    assert (window.pace.steps, window.pace.batch, window.pace.seconds, window.steps) == (3, 9, 0.75, 7)
+
+
+def test_an_aborted_request_is_away_until_it_comes_back():
+    clock = Clock()
+    occupancy = Occupancy(4, clock)
+    occupancy.aborted("a")
+    clock.now = 1.0
+    occupancy.aborted("b")
+    assert occupancy.close().away == 0.0
+    clock.now = 3.0
+    for key in ("a", "b", "a", "c"):
+        occupancy.came(key)
+    assert occupancy.close().away == 3.0 + 2.0
+    for key in range(ABORTED_KEPT + 10):
+        occupancy.aborted(key)
+    assert len(occupancy._left) == ABORTED_KEPT
 
 
 def test_no_time_is_no_bubble():

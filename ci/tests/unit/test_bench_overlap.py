@@ -24,6 +24,8 @@ def test_a_half_counts_the_batches_that_ended_in_it():
               event("train", 20, 10), event("rollout", 5, 10)]
     found = overlap.half(events, 5, 25)
     assert (found["versions"], found["tokens/s"], found["trainer waits"]) == (2, 20.0, 0.6)
+    even, odd = (100 * math.exp(-1 / overlap.AGE_SCALE), 300)  # both lie as far off their mean, one in each direction
+    assert found["standard error"] == pytest.approx((odd - even) / 2 * 2 / 20)
     assert found["fresh tokens/s"] == pytest.approx((100 * math.exp(-1 / overlap.AGE_SCALE) + 300) / 20)
     with pytest.raises(RuntimeError, match="no batch"):
         overlap.half(events, 40, 50)
@@ -35,15 +37,30 @@ def test_time_that_no_event_accounts_for_is_found():
     assert overlap.unaccounted([*whole, event("rollout", 30, 10, busy=10.0)]) == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize("name", ["step", "step_with_batch_queue"])
-def test_steps_that_run_the_model_become_twice_as_long(name, monkeypatch, tmp_path):
-    clock, slept = [100.0], []
-    for variable, value in (("SLOW_STEP_MS", "20"), ("SLOW_AFTER_S", "10"), ("SLOW_MARK", str(tmp_path / "mark"))):
+@pytest.fixture
+def helper(monkeypatch, tmp_path):
+    """The module without its hooks."""
+    for variable, value in (("SLOW_STEP_MS", "20"), ("SLOW_AFTER_S", "10"), ("SLOW_MARK", str(tmp_path / "mark")),
+                            ("SLOW_ROW_MS", "100")):
         monkeypatch.setenv(variable, value)
     monkeypatch.setitem(sys.modules, "wrapt", SimpleNamespace(register_post_import_hook=lambda *_: None))
     spec = importlib.util.spec_from_file_location("slow", ROOT / "bench" / "slow_engine" / "sitecustomize.py")
-    helper = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(helper)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_long_update_lasts_longer_with_more_responses(helper, monkeypatch):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    trainer = type("RayPPOTrainer", (), {"_update_actor": lambda self, batch: sum(batch)})
+    helper._slow_update(SimpleNamespace(RayPPOTrainer=trainer))
+    assert (trainer()._update_actor([1] * 32), slept) == (32, [pytest.approx(3.2)])
+
+
+@pytest.mark.parametrize("name", ["step", "step_with_batch_queue"])
+def test_steps_that_run_the_model_become_twice_as_long(name, helper, monkeypatch, tmp_path):
+    clock, slept = [100.0], []
     for timer in ("time", "perf_counter"):
         monkeypatch.setattr(time, timer, lambda: clock[0])
     monkeypatch.setattr(time, "sleep", slept.append)

@@ -18,7 +18,8 @@ from esgrpo.algo.overlap_signals import (
 )
 
 RUN = Run(mini_batch=8, triggers_per_version=2, replicas=2, capacity=64, max_staleness=4.0, max_batches=4)
-ROLLOUT = Rollout(concurrency=32, left=1000, seconds=10.0, in_flight=20.0, tokens=5000, pause_s=0.5, surprisal=0.9)
+ROLLOUT = Rollout(concurrency=32, left=1000, seconds=10.0, in_flight=20.0, tokens=5000, step_s=0.02,
+                  decode_level=0.8, pause_s=0.5, surprisal=0.9)
 
 
 def step(groups=8, tokens=800, age=0.5, entropy=None, **spent):
@@ -53,7 +54,8 @@ def test_limits_hold_the_start_and_nothing_else_of_what_is_fixed(fixed):
 def test_a_window_adds_up_the_batches_of_a_version():
     found = window(7, ROLLOUT, [step(sync=0.0), step(tokens=2400, age=1.5, sync=2.0)], mini_batch=8)
     assert found == Window(
-        version=7, seconds=10.0, tokens=5000, in_flight=20.0, pause_s=0.5, group_tokens=200.0, trained_tokens=3200,
+        version=7, seconds=10.0, tokens=5000, in_flight=20.0, step_s=0.02, decode_level=0.8, pause_s=0.5,
+        group_tokens=200.0, trained_tokens=3200,
         train_s=6.0, sync_s=3.0, wait_s=2.0, age=1.25 * 2 + 0.5, entropy=0.9, loss=0.1, kl=None, grad_norm=2.0)
     assert window(7, ROLLOUT, [step(entropy=0.3)], 8).entropy == 0.3  # the trainer's own is exact
 
@@ -64,6 +66,14 @@ def test_what_was_not_measured_stays_open():
     assert (found.group_tokens, found.trained_tokens, found.age, found.train_s) == (None, None, None, 3.0)
     assert pause([]) is None and pause([{"sync": 3.0, "capacity": 0}]) is None
     assert pause([{"sync": 3.0, "capacity": 2}, {"sync": 1.0, "capacity": 2}]) == 1.0
+
+
+def test_a_response_that_comes_back_late_is_part_of_the_syncs_pause():
+    """Of 4 s with 12 request-seconds: 4 more were lost by requests that were away."""
+    slept = {"sync": 0.8, "capacity": 8, "seconds": 4.0, "used": 12.0, "away": 4.0}
+    assert pause([slept]) == 1.0
+    assert pause([slept, {**slept, "away": 0.0}]) == pytest.approx((1.0 + 0.1) / 2)
+    assert pause([{**slept, "sync": 16.0}]) == 2.0  # what was away in it was held up by nothing else
 
 
 @pytest.mark.parametrize("trigger, left, after", [
