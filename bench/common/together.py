@@ -1,0 +1,73 @@
+"""Runs that start side by side on the same devices, and are let go together once each of them could begin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.common import ROOT
+from bench.common.arm import STARTUP_LIMIT_S
+from bench.common.console import say
+
+ENGINE_MEMORY = 0.7  # of a GPU, for the engines of all runs; one alone has 0.3
+HELPER = ROOT / "bench" / "together"
+POLL_S, PROGRESS_S = 0.5, 15.0
+LIMIT_S = 0.8 * STARTUP_LIMIT_S  # for all to be there: who was there first is not ready before its gate is open
+
+
+def engine_memory(runs: int) -> float:
+    """vLLM's gpu_memory_utilization of each run."""
+    return round(ENGINE_MEMORY / runs, 3)
+
+
+def _environment(folder: Path, number: int) -> dict[str, str]:
+    paths = [str(ROOT / "overlay"), str(HELPER), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
+            "TOGETHER_GATE": str(folder / f"gate-{number}"), "TOGETHER_TURN": str(folder / "engine.lock")}
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return lines[-1].removeprefix("esgrpo: ") if lines else f"{log.name}: nothing said yet"
+
+
+def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S) -> None:
+    """Each command (label -> arguments of python -m) to its end; what fails there is the caller's to tell.
+
+    Nobody waits longer than `limit_s` for one that does not come: then those that are there are let go.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    children: dict[str, subprocess.Popen] = {}
+    with tempfile.TemporaryDirectory(prefix="together-") as name:
+        folder, begun, shown = Path(name), time.monotonic(), 0.0
+        gates = {label: folder / f"gate-{number}" for number, label in enumerate(commands)}
+        logs = {label: out / f"together-{number}.log" for number, label in enumerate(commands)}
+        try:
+            for number, (label, command) in enumerate(commands.items()):
+                gates[label].touch()
+                with open(logs[label], "wb") as log:
+                    children[label] = subprocess.Popen(
+                        [sys.executable, "-m", *command], cwd=ROOT, env=_environment(folder, number), stdout=log,
+                        stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+            while running := [label for label, child in children.items() if child.poll() is None]:
+                there = [label for label in running if Path(f"{gates[label]}.at").exists()]
+                late = time.monotonic() - begun > limit_s
+                if any(gate.exists() for gate in gates.values()) and (late or len(there) == len(running)):
+                    say(f"{len(there)} of {len(children)} runs are let go together")
+                    for gate in gates.values():
+                        gate.unlink(missing_ok=True)
+                if time.monotonic() - shown > PROGRESS_S:
+                    shown = time.monotonic()
+                    for label in running:
+                        say(_last_line(logs[label]))
+                time.sleep(POLL_S)
+        finally:
+            for child in children.values():
+                if child.poll() is None:
+                    child.terminate()
+            for child in children.values():
+                child.wait()

