@@ -33,6 +33,7 @@ SEGMENT = "+actor_rollout_ref.rollout.segment"
 GROUP_SIZE, MINI_BATCH, RESPONSE_LENGTH, MAX_NUM_SEQS = 4, 8, 128, 128
 AGE_SCALE = 4.0
 PROMPTS, HELD_OUT = 256, 16
+MADE = "made.json"  # in the folder of a run that came to its end
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def measure(run_dir: Path, each: Arm, options) -> dict:
     last = max(event["start"] + event["seconds"] for event in events if event["side"] == "train")
     later = sorted(e["version"] for e in events if e["side"] == "train" and e["start"] + e["seconds"] > shift)
     moved = [move for move in moves if move["version"] >= later[0]]
-    made = json.loads((run_dir / "made.json").read_text())
+    made = json.loads((run_dir / MADE).read_text())
     return {**made, "start": {"concurrency": each.concurrent, "staleness": each.staleness, "trigger": MINI_BATCH},
             "before": half(events, first + options.skip, shift), "after": half(events, shift + options.skip, last),
             "shift at version": later[0], "unaccounted": unaccounted(events),
@@ -103,8 +104,12 @@ def measure(run_dir: Path, each: Arm, options) -> dict:
             "moves": [{key: move[key] for key in ("version", "cause", "before", "after")} for move in moves]}
 
 
+def folder(name: str, seed: int, options) -> Path:
+    return options.out / f"{seed}-{name.replace(', ', '-').replace(' ', '-')}"
+
+
 def run(name: str, seed: int, options) -> dict:
-    each, run_dir = ARMS[name], options.out / f"{seed}-{name.replace(', ', '-').replace(' ', '-')}"
+    each, run_dir = ARMS[name], folder(name, seed, options)
     if options.measure_only:
         return measure(run_dir, each, options)
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -116,7 +121,7 @@ def run(name: str, seed: int, options) -> dict:
                 "SLOW_STEP_MS": str(options.step_ms), "SLOW_AFTER_S": str(options.half),
                 "SLOW_MARK": str(run_dir / "slow_since"),
                 **({"SLOW_ROW_MS": str(options.row_ms)} if each.long_updates else {})})
-    (run_dir / "made.json").write_text(json.dumps({"commit": commit()}))
+    (run_dir / MADE).write_text(json.dumps({"commit": commit()}))
     return measure(run_dir, each, options)
 
 
@@ -131,25 +136,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--skip", type=float, default=20.0, help="seconds at the start of a half that do not count")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "overlap")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
-    parser.add_argument("--measure-only", action="store_true", help="of runs that were made before")
+    parser.add_argument("--measure-only", action="store_true", help="of those runs that were made before")
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
     names = options.arms.split(";")
     if set(names) - set(ARMS):
         parser.error(f"unknown arm in {names}; known: {', '.join(ARMS)}")
-    found = {name: {str(seed): run(name, seed, options) for seed in options.seeds} for name in names}
-    runs = [(f"{name}, seed {seed}", result) for name, of_seed in found.items() for seed, result in of_seed.items()]
+    found = {f"{name}, seed {seed}": run(name, seed, options) for name in names for seed in options.seeds
+             if not options.measure_only or (folder(name, seed, options) / MADE).exists()}
     rows = [[name, part, *(f"{number:.2f}" for number in result[part].values())]
-            for name, result in runs for part in ("before", "after")]
-    print_table([["run", "half", *runs[0][1]["before"]], *rows])
-    for name, result in runs:
+            for name, result in found.items() for part in ("before", "after")]
+    print_table([["run", "half", *next(iter(found.values()))["before"]], *rows])
+    for name, result in found.items():
         say(f"{name}: {len(result['moves'])} moves, the first {result['versions from the shift to the first move']} "
             f"versions after the shift; {result['unaccounted']:.2%} of the wall time unaccounted for")
     if options.results:
         given = [each for each in (argv if argv is not None else sys.argv[1:]) if each != "--measure-only"]
         command = " ".join(["python -m bench.overlap", *map(shlex.quote, given)])
         options.results.write_text(json.dumps({
-            "command": without_folders(command), "commit": runs[0][1]["commit"], "seeds": options.seeds,
+            "command": without_folders(command), "commit": next(iter(found.values()))["commit"], "seeds": options.seeds,
             "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": f"{os.cpu_count()} cores of {cpu_model()}",
             "python": platform.python_version(), "age_scale": AGE_SCALE, "step_ms": options.step_ms,
             "row_ms": options.row_ms, "arms": found}, indent=1) + "\n")

@@ -11,10 +11,10 @@ Feedback. h starts at FIRST_STOCK; while training is the slower side it falls by
 hardly waited for groups, and rises by MORE in one in which it did. `trust` falls by TIGHTEN when entropy falls or loss,
 KL or gradient norm rises, twice running beyond what is usual; it comes back by WIDEN a version after CALM quiet ones.
 In one version concurrency moves by at most STEP, what is in process by STEP or half a version, the trigger by 2 or one
-unit, and all only for a gain above DEAD_BAND, which doubles each time a setting comes back within RETURN versions and
-is itself again after a move of another cause than rates. When the measured J stays below what the start setting would
-bring at present rates, the start setting comes back, each time for twice as long. The replicas' roles are not moved
-here: they stay with verl's policy.
+unit, and all only for a gain above DEAD_BAND, which doubles each time a setting, or a trigger, comes back within RETURN
+versions and is itself again after a move of another cause than rates. When the measured J stays below what the start
+setting would bring at present rates, the start setting comes back, each time for twice as long. The replicas' roles are
+not moved here: they stay with verl's policy.
 
 Signals may be missing, late, constant or NaN: what is not measured keeps its last estimate, a version that was seen is
 ignored, and after LOST versions without rates the start setting comes back. Standard library only.
@@ -323,7 +323,8 @@ class Controller:
             return None
         if cause != Cause.RATES:
             self._band = DEAD_BAND
-        elif any(left == after and self._version - version <= RETURN for version, left in self._left):
+        elif any(left == after or left.trigger == after.trigger != before.trigger
+                 for version, left in self._left if self._version - version <= RETURN):
             self._band *= 2
         self._left.append((self._version, before))
         return Change(self.clock(), self._version, cause, before, after, self.trust, then)
