@@ -18,13 +18,16 @@ if [ $# -gt 0 ]; then
     exec "$PYTHON" -m pytest "$@"
 fi
 # Real runs last. The first group shares no Ray, and its engines have a core each: two processes, a file in one of them;
-# the longest files come first, or one process waits for the other at the end. What is marked `long` (carry-over under colocate_async with its restart, two replicas, a reward function
-# that raises, an engine that is killed) runs in the cells of ci/matrix.sh only: no time for it here.
-"$PYTHON" -m pytest -q --durations=25 -m "not long" -n 2 --dist loadfile \
+# the longest files come first, or one process waits for the other at the end: in the order given here, as xdist would
+# begin with the files of the most tests, and those with real starts have the fewest. What is marked `long` (carry-over
+# under colocate_async with its restart, two replicas, a reward function that raises, an engine that is killed) runs in
+# the cells of ci/matrix.sh only: no time for it here.
+PARALLEL=(-n 2 --dist loadfile --no-loadscope-reorder)
+"$PYTHON" -m pytest -q --durations=25 -m "not long" "${PARALLEL[@]}" \
     ci/tests/engine ci/tests/contract ci/tests/unit ci/tests/property
 # A start of verl imports the same libraries in ten processes, one after another: two starts at a time share the cores.
 # The longest files come first.
-"$PYTHON" -m pytest -q --durations=15 -m "not long" -n 2 --dist loadfile \
+"$PYTHON" -m pytest -q --durations=15 -m "not long" "${PARALLEL[@]}" \
     ci/tests/e2e/test_elastic.py ci/tests/e2e/test_v1.py ci/tests/e2e/test_fully_async.py ci/tests/e2e ci/tests/ray
 say "matrix: patch sets and hook contracts on every pinned release"
 exec "$PYTHON" -m ci.matrix --fast

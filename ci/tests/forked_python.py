@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import site
 import sys
@@ -40,7 +41,10 @@ def forked() -> dict:
 
 
 def become(request: dict) -> tuple[str, str]:
-    """(source, file name) of what to run, everything else as a new interpreter would find it."""
+    """(source, file name) of what to run, everything else as a new interpreter would find it.
+
+    Without a file it is the source of -c, without a source it is the module of -m.
+    """
     signal.alarm(request["timeout"])
     for stream, name in enumerate(("stdin", "stdout", "stderr")):
         handle = os.open(request[name], os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -50,14 +54,16 @@ def become(request: dict) -> tuple[str, str]:
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
     script, *arguments = request["arguments"]
-    if script == "-c":
-        source, file, sys.argv = arguments[0], "<string>", ["-c", *arguments[1:]]
+    if script in ("-c", "-m"):
+        source, file = (arguments[0], "") if script == "-c" else ("", arguments[0])
+        sys.argv = [script, *arguments[1:]]
     else:
         with open(script, encoding="utf-8") as opened:
             source, file, sys.argv = opened.read(), script, [script, *arguments]
     sys.orig_argv = [sys.executable, script, *arguments]
+    directory = {"-c": "", "-m": os.getcwd()}.get(script, os.path.dirname(os.path.abspath(script)))
     paths = [path for path in request["environment"].get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = ["" if script == "-c" else os.path.dirname(os.path.abspath(script)), *paths, *sys.path[1:]]
+    sys.path[:] = [directory, *paths, *sys.path[1:]]
     importlib.invalidate_caches()
     sys.modules.pop("sitecustomize", None)
     hooked = sys.modules.pop(HOOKED)
@@ -72,4 +78,10 @@ if __name__ == "__main__":
     sys.stdin.reconfigure(line_buffering=True)
     _source, __file__ = become(forked())
     sys.stdin = open(0)  # noqa: SIM115
-    exec(compile(_source, __file__, "exec"))
+    if not _source:
+        runpy.run_module(__file__, run_name="__main__", alter_sys=True)
+    else:
+        _file = __file__ or "<string>"
+        if not __file__:
+            del __file__  # else processes that multiprocessing spawns would look for it
+        exec(compile(_source, _file, "exec"))

@@ -17,11 +17,12 @@ print("said", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("inline, enable", [(True, "1"), (False, "0")])
-def test_a_script_finds_what_a_new_interpreter_has(run_python, forked_python, overlay, tmp_path, inline, enable):
+@pytest.mark.parametrize("way, enable", [("source", "1"), ("file", "0"), ("module", "1")])
+def test_a_script_finds_what_a_new_interpreter_has(run_python, forked_python, overlay, tmp_path, way, enable):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
-    arguments = ("-c", SCRIPT, "one", "two") if inline else (file, "one", "two")
+    arguments = {"source": ("-c", SCRIPT), "file": (file,), "module": ("-m", "script")}[way]
+    arguments = (*arguments, "one", "two")
     shared = {"path": (overlay,), "cwd": tmp_path, "ESGRPO_ENABLE": enable, "ESGRPO_FEATURES": "cpu",
               "VERL_PLATFORM": "cpu"}
     new, fork = run_python(*arguments, **shared), forked_python(*arguments, **shared)
