@@ -169,15 +169,18 @@ class Sync:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Control of how far rollout and training overlap (`algo/overlap.py`), in verl's fully-async trainer."""
+    """Control of how far rollout and training overlap (`algo/overlap.py`), in verl's fully-async trainer; in v1's
+    separate_async of the prompts in process alone."""
 
-    enable: bool = _flag(False, "move concurrency, staleness bound and trigger at weight versions, by measured rates",
+    enable: bool = _flag(False, "move concurrency, staleness bound and trigger at weight versions, by measured rates "
+                         "(v1's separate_async: prompts in process)",
                          needs=("enable", "observe"))
-    override: bool = _flag(False, "move what was set by hand, too: values of async_training other than verl's own")
+    override: bool = _flag(False, "move what was set by hand, too: values of async_training, or of trainer.v1, "
+                           "other than verl's own")
     age_scale: float = _number(4.0, 0.0, None, "age that costs a token 1 - 1/e of its worth, optimiser steps",
                                open_low=True)
     max_concurrency: int = _number(0, 0, None, "most prompts in flight; 0: what max_num_seqs of the replicas allows")
-    max_staleness: float = _number(8.0, 0.0, None, "largest async_training.staleness_threshold")
+    max_staleness: float = _number(8.0, 0.0, None, "largest async_training.staleness_threshold; v1: batches in process")
     max_batches: int = _number(8, 1, None, "most mini-batches that the trainer takes at once")
 
 

@@ -8,7 +8,7 @@ omegaconf = pytest.importorskip("omegaconf")
 
 from esgrpo import config as settings  # noqa: E402
 from esgrpo.errors import ConfigError  # noqa: E402
-from esgrpo.hooks.verl.run import config_rules  # noqa: E402
+from esgrpo.hooks.verl.run import overlap_rules  # noqa: E402
 from esgrpo.hooks.verl.run.config_rules import Plan, fill, optimizer_steps_per_version  # noqa: E402
 
 ANCHOR = "segment.pois.anchor: auto -> "
@@ -32,7 +32,7 @@ def composed(trainer: str, steps: int, **more):
         v1 = {"trainer_mode": trainer, "sync": {}, "colocate_async": {"num_warmup_batches": 1},
               "separate_async": {"num_warmup_batches": 1, "parameter_sync_step": steps},
               "sampler": {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop"}}
-        parts["trainer"] = {"v1": v1}
+        parts["trainer"] = {"use_v1": True, "v1": v1}
     return omegaconf.OmegaConf.merge(omegaconf.OmegaConf.create(parts), more)
 
 
@@ -125,7 +125,8 @@ def overlap_lines(override=False, trainer="fully_async", actor=None, **fully_asy
     plain = {"policy_loss": {"loss_mode": "vanilla"}, "optim": {"lr_scheduler_type": "constant"}}
     more = {"async_training": {**own, **fully_async}} if trainer in ("fully_async", "0.7.0") else {}
     config = composed(trainer, 4, actor_rollout_ref={"actor": {**plain, **(actor or {})}}, **more)
-    lines = planned(config, v1=trainer == "sync", overlap={"enable": True, "override": override}).lines
+    overlap = {"enable": True, "override": override}
+    lines = planned(config, v1=trainer in ("sync", "colocate_async"), overlap=overlap).lines
     return [line for line in lines if "overlap.enable" in line]
 
 
@@ -147,11 +148,33 @@ def test_the_overlap_control_says_what_it_leaves_alone(given, kept):
 
 def test_what_is_on_the_command_line_was_set_by_hand_even_if_it_is_verls_own_value(monkeypatch):
     pytest.importorskip("verl")
-    monkeypatch.setattr(config_rules, "_command_line", lambda: {"async_training.staleness_threshold"})
+    monkeypatch.setattr(overlap_rules, "_command_line", lambda: {"async_training.staleness_threshold"})
     assert [line.split()[1] for line in overlap_lines()] == ["staleness"]
 
 
-@pytest.mark.parametrize("trainer", ["0.7.0", "sync"])
+NEVER_IN_V1 = ["concurrency", "trigger"]
+
+
+@pytest.mark.parametrize("given, override, kept", [
+    ({}, False, []), ({"separate_async": {"num_warmup_batches": 2}}, False, ["staleness"]),
+    ({"separate_async": {"num_warmup_batches": 2}}, True, []),
+    ({"sampler": {"max_off_policy_threshold": 3}}, False, ["max_off_policy_threshold"]),
+    ({"sampler": {"max_off_policy_threshold": 3}}, True, []),
+    ({"sampler": {"max_off_policy_threshold": None}}, False, []),  # there is nothing to move
+    ({"sampler": {"custom_sampler": {"path": "mine.py"}}}, True, ["staleness", "max_off_policy_threshold"])])
+def test_of_v1s_separate_async_it_says_what_cannot_be_moved_there_and_what_stays(given, override, kept):
+    pytest.importorskip("verl")
+    own = {"separate_async": {"hybrid_rollout": {"enable_switch": False}}, "sampler": {"max_off_policy_threshold": 8}}
+    config = omegaconf.OmegaConf.merge(composed("separate_async", 4), *({"trainer": {"v1": v1}} for v1 in (own, given)))
+    overlap = {"enable": True, "override": override}
+    lines = [line for line in planned(config, v1=True, overlap=overlap).lines if "overlap.enable" in line]
+    assert [line.split()[1] for line in lines] == NEVER_IN_V1 + kept
+    config.trainer.v1.separate_async.hybrid_rollout.enable_switch = True
+    more = [line for line in planned(config, v1=True, overlap=overlap).lines if line not in lines]
+    assert any("when the trainer's replicas are lent stays with verl's" in line for line in more)
+
+
+@pytest.mark.parametrize("trainer", ["0.7.0", "sync", "colocate_async"])
 def test_where_the_overlap_control_has_nothing_to_move_it_says_so(trainer):
     line, = overlap_lines(trainer=trainer)
     assert "nothing is moved" in line

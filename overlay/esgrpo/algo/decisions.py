@@ -10,7 +10,7 @@ with metrics of their own, and which groups verl's v1 trainers carry over is dec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from esgrpo.algo.terms import Rule
@@ -21,8 +21,8 @@ VERDICTS = "verdicts"
 ELASTIC, SAMPLER, KEEP, TOKEN_OUTPUTS, OVERLAP = "elastic", "sampler", "keep", "token_outputs", "overlap"
 
 # Trainers, as the facts of a run name them
-FULLY_ASYNC, RECIPE, SYNC = "fully_async", "recipe-0.7.0", "sync"
-STANDALONE = (FULLY_ASYNC, RECIPE, "separate_async")  # their replicas share no memory with the trainer
+FULLY_ASYNC, RECIPE, SYNC, SEPARATE = "fully_async", "recipe-0.7.0", "sync", "separate_async"
+STANDALONE = (FULLY_ASYNC, RECIPE, SEPARATE)  # their replicas share no memory with the trainer
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Run:
     trainer: str = ""
     replicas: int = 1
     response_length: int = 0  # tokens; 0: not known
+    fixed: Collection[str] = ()  # what the overlap control leaves alone
 
     def count(self, name: str) -> int:
         return self.counts.get(name, 0)
@@ -199,9 +200,17 @@ def _why_token_outputs(run: Run) -> str:
     return "no request was counted"
 
 
+def _of_separate(run: Run) -> str:
+    """What the overlap control cannot move there."""
+    return ("prompts in process alone: v1 has no bound on prompts in flight, and its batch stays"
+            if run.trainer == SEPARATE else "")
+
+
 def _why_overlap(run: Run) -> str:
-    if run.trainer not in ("", FULLY_ASYNC):
+    if run.trainer not in ("", FULLY_ASYNC, SEPARATE):
         return f"{run.trainer}: its settings are not moved"
+    if run.trainer == SEPARATE and "staleness" in run.fixed:
+        return "separate_async: prompts in process stay (the first lines of the log say why), and nothing else can move"
     if not run.count("overlap/versions"):
         return "no weight version ended"
     if not run.count("overlap/measured"):
@@ -228,7 +237,7 @@ MODULES = (
     Module(SAMPLER, "sampler.enable", lambda s: s.enable and s.sampler.enable, ("sampler/chosen",), _why_sampler),
     Module(KEEP, "sync.requests=keep", lambda s: s.keeps, ("keep/kept",), _why_keep),
     Module(TOKEN_OUTPUTS, "token_outputs", lambda s: s.token_outputs, ("token_outputs/responses",), _why_token_outputs),
-    Module(OVERLAP, "overlap.enable", lambda s: s.overlap.enable, ("overlap/moves",), _why_overlap),
+    Module(OVERLAP, "overlap.enable", lambda s: s.overlap.enable, ("overlap/moves",), _why_overlap, _of_separate),
 )
 NAMES = tuple(module.name for module in MODULES)
 # agent-loop workers decide about all but the last, and their rows tell the trainer

@@ -3,13 +3,17 @@ there. Pure, standard library only."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from esgrpo.algo.accounting import pace_of
 from esgrpo.algo.overlap import Window
 from esgrpo.algo.overlap_law import TINY, Limits, Setting
 
 CONCURRENCY, STALENESS, TRIGGER = "concurrency", "staleness", "trigger"  # fields of Setting
+THRESHOLD = "max_off_policy_threshold"  # of verl's v1 replay buffer: weight versions that a trained group may span
+ROOM = 2  # of these: the one that a group is begun in, and one that a straggler may take beyond its batch
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,18 @@ class Run:
     fixed: Collection[str] = ()  # of the settings above
 
 
+def measured(concurrency: int, windows: Sequence[Mapping], seconds: float | None, in_flight: float | None,
+             left: int = 0) -> Rollout:
+    """`windows`: of the engines, those that the version ended in."""
+    step_s, decode_level = pace_of(window.get("pace", {}) for window in windows)
+    counted = sum(window["surprisal_tokens"] for window in windows)
+    return Rollout(
+        concurrency=concurrency, left=left, seconds=seconds, in_flight=in_flight,
+        tokens=sum(window["tokens"] for window in windows) if windows else None,
+        step_s=step_s, decode_level=decode_level, pause_s=pause(windows),
+        surprisal=sum(window["surprisal"] for window in windows) / counted if counted else None)
+
+
 def start_of(rollout: Rollout, staleness: float, trigger: int, triggers_per_version: int) -> Setting:
     """The user's setting, the staleness as verl makes use of it: it begins whole groups, rounded down."""
     version = trigger * triggers_per_version
@@ -61,6 +77,28 @@ def limits_of(run: Run, start: Setting) -> Limits:
 def begun_at_most(setting: Setting, triggers_per_version: int) -> int:
     """Groups that rollout may begin in a version, those counted that were in process at its start."""
     return int(setting.trigger * triggers_per_version * (1 + setting.staleness) + TINY)
+
+
+def to_begin(batch: int, owed: int) -> tuple[int, int]:
+    """Prompts that a step begins instead of `batch`, one at least, and what is still owed then: above 0 to begin on
+    top, below 0 to leave out."""
+    number = max(1, batch + owed)
+    return number, owed - (number - batch)
+
+
+def more_ahead(before: Setting, after: Setting, limits: Limits) -> int:
+    """Groups in process at a weight sync, more (or fewer) than before."""
+    return round(limits.in_process(after) - limits.in_process(before))
+
+
+def most_ahead(wanted: float, threshold: int | None, start: float) -> float:
+    """The largest staleness at which a threshold that stays drops hardly anything; at least what there is."""
+    return max(start, wanted if threshold is None else min(wanted, threshold - ROOM))
+
+
+def threshold_for(threshold: int, start: float, staleness: float) -> int:
+    """The threshold that leaves as much room above `staleness` as the run's own leaves above its start."""
+    return max(threshold, threshold + math.ceil(staleness) - math.ceil(start))
 
 
 def pause(windows: Sequence[Mapping]) -> float | None:

@@ -35,7 +35,8 @@ def of_rows(rows: Sequence[Decisions], reports: list[dict] = ()) -> list[decisio
     mine = [row for row in rows if begun and row.run == begun[-1].run]
     counts, audit = decisions.of_rows(mine)
     return decisions.table(decisions.Run(settings, counts, audit, facts.get("trainer", ""), facts.get("replicas", 1),
-                                         facts.get("response_length", 0)), recorded=bool(begun))
+                                         facts.get("response_length", 0), facts.get("overlap_fixed", ())),
+                           recorded=bool(begun))
 
 
 def cells(rows: list[decisions.Row]) -> list[list[str]]:

@@ -111,16 +111,24 @@ class Steps:
 
 @dataclass
 class Overlap:
-    """Of the fully-async trainer."""
+    """Of the fully-async trainer, or of v1's."""
 
     controller: Controller | None = None  # None before the first weight version
-    applied: Setting | None = None  # what the trainer and the rollouter were told last
+    applied: Setting | None = None  # what is in force
     change: Change | None = None  # decided last
 
 
 @dataclass
+class Ahead:
+    """Of v1's trainer."""
+
+    owed: int = 0  # prompts to begin beyond the next batch, or to leave out of it
+    threshold: int | None = None  # the replay buffer's own, before it was moved
+
+
+@dataclass
 class RolloutSignals:
-    """Of the rollouter: what it measured of the last weight version."""
+    """Of the rollouter, or of v1's trainer: what was measured of the last weight version."""
 
     event: LoopEvent | None = None
     windows: list[Mapping] = field(default_factory=list)  # of the engines

@@ -19,7 +19,8 @@ from esgrpo.algo.rows import LoopEvent
 SIGNALS = {"loss": ("actor/pg_loss", "actor/loss"), "grad_norm": ("actor/grad_norm",), "entropy": ("actor/entropy",),
            "kl": ("actor/ppo_kl", "actor/kl_loss")}  # ours -> verl's, the first that is there
 V1_TRAINS = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # verl's timers
-V1_SYNCS = ("update_weights", "switch_to_rollout")
+V1_SYNCS = ("update_weights", "switch_to_rollout", "switch_to_trainer")
+V1_WAITS = ("gen", "switch_wait")  # the latter while the trainer's replicas are lent to rollout
 _trained: list[Mapping] = []  # rows of the batch in hand
 _untold: dict[str, float] = {}  # metrics of the step that ended after verl had logged it
 
@@ -54,7 +55,8 @@ def of_v1(trainer, rows: list[Mapping], timing: Mapping[str, float], metrics: Ma
     """At the end of a step of a v1 trainer; `rows` were trained in it, `timing` and `metrics` are verl's of it.
 
     The step trains under the weights of the version before its own. What waits for groups is `gen`, under
-    `trainer_mode=sync` all of generation; checkpoints and validation are "other".
+    `trainer_mode=sync` all of generation; checkpoints and validation are "other". Nobody counts groups in flight: they
+    follow from those that were trained.
     """
     from esgrpo.hooks.verl import owned
 
@@ -62,16 +64,18 @@ def of_v1(trainer, rows: list[Mapping], timing: Mapping[str, float], metrics: Ma
     start = steps.ended or now - timing.get("step", 0.0) - timing.get("testing", 0.0)
     steps.ended = now
     spent = accounting.spent_on(now - start, {
-        "wait": timing.get("gen"), "sync": sum(timing.get(key, 0.0) for key in V1_SYNCS),
+        "wait": sum(timing.get(key, 0.0) for key in V1_WAITS), "sync": sum(timing.get(key, 0.0) for key in V1_SYNCS),
         "train": sum(timing.get(key, 0.0) for key in V1_TRAINS)}, "other")
     once = getattr(trainer, "parameter_sync_step", 1) == 1  # else nobody knows when each batch was taken
     event = LoopEvent(
         side="train", version=trainer.global_steps, start=start, seconds=now - start, spent=spent,
         groups=len({row["group"] for row in rows}), tokens=sum(row["tokens"] for row in rows if not row["pruned"]),
-        age=accounting.mean_age(rows, trainer.global_steps - 1),
+        in_flight=accounting.residence(rows, now - start), age=accounting.mean_age(rows, trainer.global_steps - 1),
         queued_s=accounting.mean_wait(rows, start + spent["wait"]) if once else None, **_signals(metrics),
         **utilisation.of_node())
     records.write(event)
+    if "overlap" in engine.active_features():  # whose controller takes it
+        steps.of_version = [event]
     return metrics_of(event)
 
 

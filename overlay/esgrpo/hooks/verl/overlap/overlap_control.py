@@ -49,7 +49,7 @@ def at_weight_version(trainer) -> None:
     from esgrpo.algo import overlap_signals
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts
-    from esgrpo.hooks.verl.overlap import rollouter_settings
+    from esgrpo.hooks.verl.overlap import at_version, rollouter_settings
 
     control, steps = owned.of(trainer, owned.Overlap), owned.of(trainer, owned.Steps)
     events, steps.of_version = steps.of_version, []
@@ -59,39 +59,10 @@ def at_weight_version(trainer) -> None:
             control.controller = controller_for(trainer, rollout)
             control.applied = control.controller.start
         return
-    controller = control.controller
-    window = overlap_signals.window(trainer.current_param_version, rollout, events, controller.limits.mini_batch)
-    control.change = controller.observe(window) or control.change
-    wanted = controller.setting
-    if rollout is not None:
-        wanted = overlap_signals.at_the_end(wanted, controller.start, controller.limits, rollout.left)
-    moved = wanted != control.applied and _move(trainer, wanted)
-    if moved:
-        _record(window.version, control, wanted)
-        control.applied = wanted
-    decision_counts.add("overlap", versions=1, measured=controller.rates is not None, moves=moved)
+    window = overlap_signals.window(trainer.current_param_version, rollout, events,
+                                    control.controller.limits.mini_batch)
+    at_version.follow(control, window, rollout and rollout.left, lambda setting: _move(trainer, setting))
     decision_counts.write("trainer", decision_counts.counts)
-
-
-def _record(version: int, control, after) -> None:
-    """A row of the move that was made, and a line: it changes what the user's command line says."""
-    from esgrpo import records
-    from esgrpo.algo.overlap import Cause
-    from esgrpo.algo.rows import Move
-    from esgrpo.errors import say
-
-    decided = control.change
-    if decided is None or decided.after != after:
-        cause, forecast = Cause.END, None
-    else:
-        cause, forecast = decided.cause, decided.forecast
-    before = control.applied
-    records.write(Move(
-        version=version, cause=str(cause), before=dataclasses.asdict(before), after=dataclasses.asdict(after),
-        trust=control.controller.trust, forecast=forecast and dataclasses.asdict(forecast)))
-    moved = [f"{name} {old:g} -> {new:g}" for (name, old), new
-             in zip(dataclasses.asdict(before).items(), dataclasses.astuple(after), strict=True) if old != new]
-    say(f"esgrpo: overlap at version {version} ({cause}): {', '.join(moved)}")
 
 
 def controller_for(trainer, rollout):

@@ -14,19 +14,12 @@ from esgrpo.algo import overlap_signals
 
 def report(rollouter) -> overlap_signals.Rollout:
     """What it measured of the version that ended, and its settings in force."""
-    from esgrpo.algo.accounting import pace_of
     from esgrpo.hooks.verl import owned
 
     signals = owned.take(rollouter, owned.RolloutSignals)
-    event, windows = signals.event, signals.windows
-    step_s, decode_level = pace_of(window.get("pace", {}) for window in windows)
-    counted = sum(window["surprisal_tokens"] for window in windows)
-    return overlap_signals.Rollout(
-        concurrency=rollouter.max_concurrent_samples, left=_left(rollouter),
-        seconds=event and event.seconds, in_flight=event and event.in_flight,
-        tokens=sum(window["tokens"] for window in windows) if windows else None,
-        step_s=step_s, decode_level=decode_level, pause_s=overlap_signals.pause(windows),
-        surprisal=sum(window["surprisal"] for window in windows) / counted if counted else None)
+    event = signals.event
+    return overlap_signals.measured(rollouter.max_concurrent_samples, signals.windows, event and event.seconds,
+                                    event and event.in_flight, _left(rollouter))
 
 
 def _left(rollouter) -> int:

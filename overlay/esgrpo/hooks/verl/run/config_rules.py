@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from esgrpo.algo.terms import Treatment
 from esgrpo.config import PREFIX, Segment
 from esgrpo.errors import ConfigError
+from esgrpo.hooks.verl.run import overlap_rules
 
 STOPS = "the run does not start"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -106,7 +107,7 @@ def _rules(config, found: Plan, features: frozenset[str]):
     if segment.sampler.enable:
         yield from _sampler(config)
     if segment.overlap.enable:
-        yield from _overlap(config, segment)
+        yield from overlap_rules.lines(config, segment)
     if (segment.enable or segment.observe) and rollout.name != "vllm":
         _refuse("actor_rollout_ref.rollout.name", rollout.name, "vllm with segment.enable or segment.observe",
                 "use the vllm rollout")
@@ -223,65 +224,6 @@ def _v1(config, segment: Segment, features: frozenset[str]):
     if sampler.max_off_policy_threshold is not None and sampler.max_off_policy_strategy == "wait" and warmup > 0:
         yield (f"trainer.v1.sampler.max_off_policy_strategy=wait lets a complete group queue for up to {warmup} more "
                f"steps: a trained group spans at most {sampler.max_off_policy_threshold} + {warmup} weight versions")
-
-
-def _overlap(config, segment: Segment):
-    """What is moved, and what is not."""
-    control = f"{PREFIX}.overlap.enable"
-    fully_async = config.get("async_training") or {}
-    if not fully_async or "compute_prox_log_prob" in fully_async:
-        yield f"{control}: nothing is moved, because only verl 0.9.1's fully-async trainer has settings that can be"
-        return
-    for name, why in overlap_fixed(config, segment).items():
-        yield f"{control}: {name} is not moved, because {why}"
-
-
-# of a user's setting: ours -> verl's key under async_training
-OVERLAP_KEYS = {"concurrency": "concurrent_samples_per_replica", "staleness": "staleness_threshold",
-                "trigger": "require_batches"}
-
-
-def overlap_fixed(config, segment: Segment) -> dict[str, str]:
-    """Settings that the overlap control leaves alone, and why. By hand: another value than verl's own config file has,
-    or named on the command line."""
-    from omegaconf import OmegaConf
-
-    fully_async, optimizer = config.get("async_training"), config.actor_rollout_ref.actor.get("optim") or {}
-    if not segment.overlap.enable or not fully_async or "compute_prox_log_prob" in fully_async:
-        return {}
-    fixed = {}
-    if not segment.overlap.override:
-        own = OmegaConf.load(_file_of_verl(FULLY_ASYNC_CONFIG)).async_training
-        said = _command_line()
-        for name, key in OVERLAP_KEYS.items():
-            if fully_async.get(key) != own.get(key) or f"async_training.{key}" in said:
-                fixed[name] = f"async_training.{key}={fully_async.get(key)} was set by hand (overlap.override=True)"
-    schedule = optimizer.get("lr_scheduler_type") or optimizer.get("lr_decay_style") or "constant"
-    warmup = max(optimizer.get(key) or 0 for key in ("lr_warmup_steps", "lr_warmup_steps_ratio"))
-    if config.actor_rollout_ref.actor.policy_loss.get("loss_mode") == "pois":
-        fixed["trigger"] = "the anchor of loss_mode=pois depends on the optimiser steps of a weight version"
-    elif schedule != "constant" or warmup > 0:
-        fixed["trigger"] = "the learning rate follows a schedule, of which verl takes one step a trigger"
-    elif fully_async.get("use_dynamic_resource_scheduling"):
-        fixed["trigger"] = "verl lends the trainer's devices by counts of groups that it sums over the whole run"
-    return fixed
-
-
-FULLY_ASYNC_CONFIG = "experimental/fully_async_policy/config/fully_async_ppo_trainer.yaml"
-
-
-def _file_of_verl(path: str) -> str:
-    import importlib.util
-
-    return os.path.join(os.path.dirname(importlib.util.find_spec("verl").origin), path)
-
-
-def _command_line() -> set[str]:
-    """Keys of Hydra's overrides; empty where the config was not composed by Hydra's main."""
-    from hydra.core.hydra_config import HydraConfig
-
-    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
-    return {override.partition("=")[0].lstrip("+~") for override in overrides}
 
 
 def _losses(config, found: Plan, features: frozenset[str]):

@@ -121,7 +121,8 @@ def is_v1(config) -> bool:
 
 def _facts(config, segment) -> dict:
     """Accelerators (trainer plus standalone rollout), rollout replicas, optimiser steps and prompts of a version."""
-    from esgrpo.hooks.verl.run.config_rules import optimizer_steps_per_version, overlap_fixed, prompts_per_version
+    from esgrpo.hooks.verl.run.config_rules import optimizer_steps_per_version, prompts_per_version
+    from esgrpo.hooks.verl.run.overlap_rules import overlap_fixed
 
     rollout = config.get("rollout")
     if is_v1(config):

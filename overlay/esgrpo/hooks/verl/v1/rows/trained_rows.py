@@ -75,6 +75,7 @@ def windows(trainer) -> dict[str, float]:
     from esgrpo import records
     from esgrpo.algo.accounting import bubble
     from esgrpo.algo.rows import EngineWindow
+    from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts
     from esgrpo.hooks.verl.server.calls_with_deadline import fetched_if_any
     from esgrpo.hooks.verl.server.control_methods import methods
@@ -85,5 +86,6 @@ def windows(trainer) -> dict[str, float]:
     decision_counts.add_windows(closed)
     for window in closed:
         records.write_told(EngineWindow, window)
+    owned.of(trainer, owned.RolloutSignals).windows = closed
     return {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate
             for name, rate in bubble(closed).items()}
