@@ -22,6 +22,7 @@ from esgrpo.hooks.verl.v1.overlap import batches_ahead  # noqa: E402
 from esgrpo.hooks.verl.v1.prompts import carried_groups  # noqa: E402
 
 MINI_BATCH, TRIGGERS = 4, 2
+SPEED = 100.0  # tokens/s of a group in flight
 BATCH = MINI_BATCH * TRIGGERS
 THRESHOLD = 4
 FIXED = ["concurrency", "trigger"]
@@ -76,19 +77,22 @@ def end_oldest(made) -> None:
     made.queue.tags[f"{name}_0_0"] = {"status": "success"}
 
 
-def step(made, wait: float, train: float, seconds: float = 10.0, speed: float = 100.0) -> int:
-    """verl's step as far as prompts go, then what would have been measured of it; returns the evicted groups."""
+def step(made, train: float) -> int:
+    """verl's step as far as prompts go, then what would have been measured of it, with `train` seconds of training;
+    rollout is the faster the more is in flight. Returns the evicted groups."""
     made.prepare_step()
     flying, evicted = len(in_process(made)) - BATCH / 2, 0
     for _ in range(TRIGGERS):
         batch, metrics = made.replay_buffer.sample(made.global_steps, "train", MINI_BATCH)
         evicted += metrics.get("training/off_policy/evicted_samples", 0)
         made.queue.kv_clear(batch.keys, "train")
-    tokens = 1000 * BATCH
+    tokens, sync = 1000 * BATCH, 0.2
+    rollout = tokens / (SPEED * flying)
+    seconds = max(rollout, train + sync)
     owned.of(made, owned.Steps).of_version = [Event(
-        seconds=seconds, in_flight=flying, groups=BATCH, tokens=tokens, age=1.0, entropy=None, loss=0.1, kl=None,
-        grad_norm=1.0, spent={"wait": wait, "train": train, "sync": 0.2, "other": 0.0})]
-    owned.of(made, owned.RolloutSignals).windows = [{"tokens": int(speed * flying * seconds), "sync": 6.4,
+        seconds=seconds, in_flight=flying * rollout / seconds, groups=BATCH, tokens=tokens, age=1.0, entropy=None,
+        loss=0.1, kl=None, grad_norm=1.0, spent={"wait": seconds - train - sync, "train": train, "sync": sync, "other": 0.0})]
+    owned.of(made, owned.RolloutSignals).windows = [{"tokens": tokens, "sync": 6.4,
                                                      "capacity": 64, "surprisal": 1.0, "surprisal_tokens": 1}]
     made.global_steps += 1
     return evicted
@@ -98,13 +102,13 @@ class Event(dict):
     __getattr__ = dict.__getitem__
 
 
-SLOW_ROLLOUT, SLOW_TRAINING = {"wait": 8.0, "train": 1.5}, {"wait": 0.0, "train": 9.5}
+SLOW_ROLLOUT, SLOW_TRAINING = 1.5, 20.0  # seconds of training; a batch takes rollout 6.7 s at first
 
 
 @pytest.mark.hook("v1-batches-ahead")
 def test_while_rollout_is_the_slower_side_more_is_begun(run_dir, monkeypatch):
     made = trainer(monkeypatch, controlled=True)
-    assert sum(step(made, **SLOW_ROLLOUT) for _ in range(8)) == 0  # nothing is begun in order to be dropped
+    assert sum(step(made, SLOW_ROLLOUT) for _ in range(8)) == 0  # nothing is begun in order to be dropped
     moves = records.read(run_dir, "moves")
     assert moves and all(move["cause"] == "rates" for move in moves)
     for move in moves:
@@ -122,7 +126,7 @@ def test_plain_verl_has_the_same_number_in_process_whatever_the_rates_are(run_di
     for rates in (SLOW_ROLLOUT, SLOW_TRAINING):
         made = trainer(monkeypatch, controlled=False)
         for _ in range(8):
-            step(made, **rates)
+            step(made, rates)
             assert len(in_process(made)) == BATCH
         assert made.replay_buffer.max_off_policy_threshold == THRESHOLD
     assert records.read(run_dir, "moves") == []
@@ -131,7 +135,7 @@ def test_plain_verl_has_the_same_number_in_process_whatever_the_rates_are(run_di
 def test_while_training_is_the_slower_side_less_is_begun_and_every_batch_is_filled(run_dir, monkeypatch):
     made = trainer(monkeypatch, controlled=True, ahead=3 * BATCH)
     for _ in range(10):
-        step(made, **SLOW_TRAINING)
+        step(made, SLOW_TRAINING)
     assert len(in_process(made)) < 3 * BATCH
     assert len(in_process(made)) == round(records.read(run_dir, "moves")[-1]["after"]["staleness"] * BATCH)
     assert made.replay_buffer.max_off_policy_threshold == THRESHOLD  # what was begun before may be that old
@@ -140,13 +144,13 @@ def test_while_training_is_the_slower_side_less_is_begun_and_every_batch_is_fill
 def test_what_was_raised_beyond_the_threshold_plain_verl_would_drop(run_dir, monkeypatch):
     """Negative control of the threshold that moves: the same prompts in process under verl's own."""
     made = trainer(monkeypatch, controlled=False, ahead=THRESHOLD * BATCH)
-    assert sum(step(made, **SLOW_ROLLOUT) for _ in range(THRESHOLD + 2)) > 0
+    assert sum(step(made, SLOW_ROLLOUT) for _ in range(THRESHOLD + 2)) > 0
 
 
 def test_a_threshold_that_was_set_by_hand_bounds_what_is_begun(run_dir, monkeypatch):
     monkeypatch.setenv(config.ENV_FACTS, json.dumps({"overlap_fixed": [*FIXED, "max_off_policy_threshold"]}))
     made = trainer(monkeypatch, controlled=True)
-    assert sum(step(made, **SLOW_ROLLOUT) for _ in range(8)) == 0
+    assert sum(step(made, SLOW_ROLLOUT) for _ in range(8)) == 0
     assert len(in_process(made)) == (THRESHOLD - 2) * BATCH
     assert made.replay_buffer.max_off_policy_threshold == THRESHOLD
 
@@ -156,7 +160,7 @@ def test_elsewhere_and_what_was_set_by_hand_stays(run_dir, monkeypatch, mode, fi
     monkeypatch.setenv(config.ENV_FACTS, json.dumps({"overlap_fixed": fixed}))
     made = trainer(monkeypatch, controlled=True, mode=mode)
     for _ in range(8):
-        step(made, **SLOW_ROLLOUT)
+        step(made, SLOW_ROLLOUT)
     assert len(in_process(made)) == BATCH and records.read(run_dir, "moves") == []
 
 
@@ -165,6 +169,6 @@ def test_what_is_restored_is_where_it_starts_from(run_dir, monkeypatch, rates):
     """After a restart verl's own warm-up is left out where more has come back."""
     made = trainer(monkeypatch, controlled=True, ahead=2 * BATCH)
     for _ in range(2):
-        step(made, **rates)
-    step(made, **rates)
+        step(made, rates)
+    step(made, rates)
     assert owned.of(made, owned.Overlap).controller.start.staleness == 2.0
