@@ -91,7 +91,8 @@ def step(made, train: float) -> int:
     seconds = max(rollout, train + sync)
     owned.of(made, owned.Steps).of_version = [Event(
         seconds=seconds, in_flight=flying * rollout / seconds, groups=BATCH, tokens=tokens, age=1.0, entropy=None,
-        loss=0.1, kl=None, grad_norm=1.0, spent={"wait": seconds - train - sync, "train": train, "sync": sync, "other": 0.0})]
+        loss=0.1, kl=None, grad_norm=1.0,
+        spent={"wait": seconds - train - sync, "train": train, "sync": sync, "other": 0.0})]
     owned.of(made, owned.RolloutSignals).windows = [{"tokens": tokens, "sync": 6.4,
                                                      "capacity": 64, "surprisal": 1.0, "surprisal_tokens": 1}]
     made.global_steps += 1
