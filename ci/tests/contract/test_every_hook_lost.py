@@ -36,6 +36,7 @@ MODES = ("drifted", "absent", "lenient", "disabled")
 SCRIPT = """
 import dataclasses, functools, io, json, os, pickle, sys
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 import ray, verl
 import verl.utils.device as device
 import verl.trainer.main_ppo as v1
@@ -45,6 +46,7 @@ from esgrpo import engine, fingerprint, guard, recorded
 # nothing on disk changes here
 engine.upstream_version = functools.cache(engine.upstream_version)
 fingerprint.of_targets = functools.cache(fingerprint.of_targets)
+OmegaConf.load = functools.cache(OmegaConf.load)
 
 class Started(BaseException):
     pass
