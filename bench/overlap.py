@@ -120,7 +120,7 @@ def run(name: str, seed: int, options) -> dict:
                 "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "overlay", ROOT / "bench" / "slow_engine", ROOT))),
                 "SLOW_STEP_MS": str(options.step_ms), "SLOW_AFTER_S": str(options.half),
                 "SLOW_MARK": str(run_dir / "slow_since"),
-                **({"SLOW_ROW_MS": str(options.row_ms)} if each.long_updates else {})})
+                **({"SLOW_TOKEN_MS": str(options.token_ms)} if each.long_updates else {})})
     (run_dir / MADE).write_text(json.dumps({"commit": commit()}))
     return measure(run_dir, each, options)
 
@@ -130,8 +130,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arms", default=";".join(ARMS), help="separated by ;")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--step-ms", type=float, default=30.0, help="that an engine step sleeps; twice that later")
-    parser.add_argument("--row-ms", type=float, default=110.0,
-                        help="that an update sleeps for each response, where updates are long")
+    parser.add_argument("--token-ms", type=float, default=1.75,
+                        help="that an update sleeps for each token of a response, where updates are long")
     parser.add_argument("--half", type=float, default=100.0, help="seconds before rollout becomes slower, and after")
     parser.add_argument("--skip", type=float, default=20.0, help="seconds at the start of a half that do not count")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "overlap")
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
             "command": without_folders(command), "commit": next(iter(found.values()))["commit"], "seeds": options.seeds,
             "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": f"{os.cpu_count()} cores of {cpu_model()}",
             "python": platform.python_version(), "age_scale": AGE_SCALE, "step_ms": options.step_ms,
-            "row_ms": options.row_ms, "arms": found}, indent=1) + "\n")
+            "token_ms": options.token_ms, "arms": found}, indent=1) + "\n")
     return 0
 
 

@@ -154,6 +154,19 @@ def numbers() -> dict[str, str]:
     }
 
 
+def _against_fixed(half: str) -> dict[str, list[float]]:
+    """Fresh tokens/s of every controlled run, over those of its start setting and of the better fixed one."""
+    runs = json.loads((RESULTS / "overlap_cpu.json").read_text())["arms"]
+    fresh = {name: run[half][FRESH] for name, run in runs.items()}
+    found = {"start": [], "better": []}
+    for name in fresh:
+        fixed = [name.replace("controlled", rival) for rival in ("fixed 8, 0.5", "fixed 24, 2")]
+        if name.startswith("controlled") and set(fixed) <= set(fresh):
+            found["start"].append(fresh[name] / fresh[fixed[0]])
+            found["better"].append(fresh[name] / max(fresh[rival] for rival in fixed))
+    return found
+
+
 def module_numbers() -> dict[str, str]:
     """Of each module alone on a CPU, and what leaving it out costs in the simulator, in groups with gradient/s."""
     record = json.loads((RESULTS / CPU[0]).read_text())["measures"]
@@ -167,12 +180,12 @@ def module_numbers() -> dict[str, str]:
     losses = json.loads((RESULTS / "robustness_losses.json").read_text())["table"]
     at = losses[0].index("held-out reward, end, less vanilla")
     less = {row[1].replace(" ", "_"): row[at] for row in losses[1:]}
-    loop = json.loads((RESULTS / "overlap_cpu.json").read_text())["arms"]
-    control = {f"control_{half}_{name}": f"{loop['controlled'][half][FRESH] / loop[arm][half][FRESH]:.2f}"
-               for half in ("before", "after") for name, arm in (("start", "fixed 8, 0.5"), ("better", "fixed 24, 2"))}
+    control = {f"control_{half}_{name}": spread(ratios) if len(ratios) > 1 else f"{ratios[0]:.2f}"
+               for half in ("before", "after") for name, ratios in _against_fixed(half).items()}
     pairs = training_pairs()
     cpu = "CPU of vLLM's server, us a token"
     return {**alone, **simulated, **shares, **less, **control,
+            "control_runs": str(len(_against_fixed("before")["start"])),
             "front": span([pair.overlay[cpu] for pair in pairs], 0),
             "front_plain": span([pair.plain[cpu] for pair in pairs], 0)}
 

@@ -2,8 +2,8 @@
 
 On PYTHONPATH behind the overlay, whose own sitecustomize runs this one in every interpreter of a run. A step of vLLM's
 engine core that executes the model then sleeps SLOW_STEP_MS, and from SLOW_AFTER_S seconds after the first such step on
-until it has lasted twice as long; SLOW_MARK is a file that gets the time of that moment. SLOW_ROW_MS: so long an
-update of the policy sleeps for each of its responses. Without SLOW_STEP_MS nothing is touched.
+until it has lasted twice as long; SLOW_MARK is a file that gets the time of that moment. SLOW_TOKEN_MS: so long
+an update of the policy sleeps for each token of its responses. Without SLOW_STEP_MS nothing is touched.
 """
 
 import os
@@ -45,11 +45,11 @@ def _slow_update(module):
     import functools
     import time
 
-    update, pause_s = module.RayPPOTrainer._update_actor, float(os.environ["SLOW_ROW_MS"]) / 1e3
+    update, pause_s = module.RayPPOTrainer._update_actor, float(os.environ["SLOW_TOKEN_MS"]) / 1e3
 
     @functools.wraps(update)
     def slow(self, batch):
-        time.sleep(pause_s * len(batch))
+        time.sleep(pause_s * float(batch.batch["response_mask"].sum()))
         return update(self, batch)
 
     module.RayPPOTrainer._update_actor = slow
@@ -62,5 +62,5 @@ if "SLOW_STEP_MS" in os.environ:
         print("slow_engine: wrapt is missing, nothing is slowed", file=sys.stderr)
     else:
         wrapt.register_post_import_hook(_slow, "vllm.v1.engine.core")
-        if "SLOW_ROW_MS" in os.environ:
+        if "SLOW_TOKEN_MS" in os.environ:
             wrapt.register_post_import_hook(_slow_update, "verl.trainer.ppo.ray_trainer")

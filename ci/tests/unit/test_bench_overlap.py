@@ -8,6 +8,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from bench import overlap
@@ -41,7 +42,7 @@ def test_time_that_no_event_accounts_for_is_found():
 def helper(monkeypatch, tmp_path):
     """The module without its hooks."""
     for variable, value in (("SLOW_STEP_MS", "20"), ("SLOW_AFTER_S", "10"), ("SLOW_MARK", str(tmp_path / "mark")),
-                            ("SLOW_ROW_MS", "100")):
+                            ("SLOW_TOKEN_MS", "2")):
         monkeypatch.setenv(variable, value)
     monkeypatch.setitem(sys.modules, "wrapt", SimpleNamespace(register_post_import_hook=lambda *_: None))
     spec = importlib.util.spec_from_file_location("slow", ROOT / "bench" / "slow_engine" / "sitecustomize.py")
@@ -50,12 +51,13 @@ def helper(monkeypatch, tmp_path):
     return module
 
 
-def test_a_long_update_lasts_longer_with_more_responses(helper, monkeypatch):
+def test_a_long_update_lasts_longer_with_more_tokens(helper, monkeypatch):
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    trainer = type("RayPPOTrainer", (), {"_update_actor": lambda self, batch: sum(batch)})
+    trainer = type("RayPPOTrainer", (), {"_update_actor": lambda self, batch: "done"})
     helper._slow_update(SimpleNamespace(RayPPOTrainer=trainer))
-    assert (trainer()._update_actor([1] * 32), slept) == (32, [pytest.approx(3.2)])
+    batch = SimpleNamespace(batch={"response_mask": np.ones((32, 50))})
+    assert (trainer()._update_actor(batch), slept) == ("done", [pytest.approx(3.2)])
 
 
 @pytest.mark.parametrize("name", ["step", "step_with_batch_queue"])
