@@ -40,7 +40,7 @@ WARM_UP = 2  # untimed steps after a change of class, for the interpreter's inli
 CERTAIN = 1e9  # nats: whatever the log-probs are
 HUGE = 1 << 40  # a segment length that no response reaches
 # microseconds a look; shares of upstream's time
-LIMITS = {"boundary": 5.0, "elastic_boundary": 5.0, "look_for_verdicts": 5.0, "nothing_due": 0.01,
+LIMITS = {"boundary": 5.0, "look_for_verdicts": 5.0, "nothing_due": 0.01,
           "boundaries_and_repetition": 0.01, "verdicts": 0.01}
 NATIVE = {"max_pattern_size": 32, "min_pattern_size": 1, "min_count": 8}  # of 256 tokens, as in our defaults
 
@@ -173,14 +173,12 @@ class Bench:
             count["outcomes"] = sum(self.states[name]["segment_outcomes"].values())
         return spent / steps / 1e3, own / steps / 1e3
 
-    def look_cost(self, segment: dict, steps: int, told: int = 0) -> dict:
+    def look_cost(self, segment: dict, steps: int) -> dict:
         """CPU microseconds of one look at a response: the wheel, the decision and the next appointment.
 
         Boundaries are looked at as if they could end the response, and go on.
-
-        `told`: the group is told this segment length first; what that takes per response is reported, too.
         """
-        state, spent, looks, telling = self.begin(segment), [0], [0], {}
+        state, spent, looks = self.begin(segment), [0], [0]
 
         def timed(function, counting):
             def call(*args):
@@ -197,10 +195,6 @@ class Bench:
         book._may_end_at_boundary = lambda item: True
         for request in self.requests:
             book._plan(request.request_id, book.tracked[request.request_id], len(request._output_token_ids))
-        if told:
-            begin = time.thread_time_ns()
-            reached = scheduler.segment_set_length("g", told, False)
-            telling = {"told": reached, "microseconds_to_tell": (time.thread_time_ns() - begin) / reached / 1e3}
         book.advance = timed(book.advance, False)
         scheduler._segment_act = timed(scheduler._segment_act, True)
         try:
@@ -208,7 +202,7 @@ class Bench:
                 self.step()
         finally:
             del scheduler._segment_act
-        return {"looks": looks[0], "microseconds": spent[0] / max(1, looks[0]) / 1e3, **telling}
+        return {"looks": looks[0], "microseconds": spent[0] / max(1, looks[0]) / 1e3}
 
 
 def measure(asynchronous: bool, requests: int, rounds: int, steps: int, seed: int) -> dict:
@@ -232,7 +226,6 @@ def measure(asynchronous: bool, requests: int, rounds: int, steps: int, seed: in
                       "own_over_upstream": bootstrap(own / (total - own), seed),
                       "ratio_to_plain": bootstrap(total / plain, seed), "counts": bench.counts[name]}
     result = {"class": bench.base.__name__, "arms": arms, "boundary": bench.look_cost(_segment(2), steps),
-              "elastic_boundary": bench.look_cost(_segment(HUGE), steps, told=2),
               "look_for_verdicts": bench.look_cost(_verdicts(2), steps),
               "repetition_check": bench.look_cost(_segment(HUGE, {"enable": True, "check_interval": 2}), steps),
               # tokens are compared at every look, as when the model is certain of all of them
@@ -263,7 +256,7 @@ def main(argv: list[str] | None = None) -> dict:
             print(f"{name:5} {arm:26} {row['microseconds_per_step']['median']:8.0f} us, own {own['median']:6.1f} us = "
                   f"{share['median']:.2%} [{share['low']:.2%}, {share['high']:.2%}], paired ratio "
                   f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]")
-        for what in ("boundary", "elastic_boundary", "look_for_verdicts", "repetition_check",
+        for what in ("boundary", "look_for_verdicts", "repetition_check",
                      "repetition_check_certain"):
             print(f"{name:5} {what:26} {result[name][what]['microseconds']:8.3f} us")
         for what, limit in LIMITS.items():

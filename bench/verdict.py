@@ -46,13 +46,12 @@ except ImportError:  # not installed: this command needs the repository and Pyth
 from bench.common.provenance import commit  # noqa: E402
 from bench.common.recorded_groups import NATS, read  # noqa: E402
 from esgrpo.algo.calibration import ranks  # noqa: E402
-from esgrpo.algo.elastic import ideal_length  # noqa: E402
 from esgrpo.algo.looks import Looks  # noqa: E402
 from esgrpo.algo.segments import PRUNE, SegmentBook  # noqa: E402
 from esgrpo.algo.terms import Rule  # noqa: E402
 from esgrpo.algo.verdict import CUT, Settings, Verdicts  # noqa: E402
 from esgrpo.algo.verdict_features import FEATURES, LENGTH_FEATURES, SIBLING_FEATURES, Glance  # noqa: E402
-from esgrpo.config import Elastic, Prune, Repetition, Segment  # noqa: E402
+from esgrpo.config import Prune, Repetition, Segment  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
 SLOTS = 256  # responses that decode at once
@@ -64,6 +63,7 @@ LATER = ("tokens_saved", "false_rate", "correct_lost", "makespan_saved")
 ARMS: dict[str, Sequence[int] | None] = {"learned": range(len(FEATURES)), "loop_rule": None, "length": LENGTH_FEATURES,
                                          "siblings": SIBLING_FEATURES}
 CAPS = (512, 2048, 8192)  # of --segments
+MOST = 0.8  # of a group, of --segments
 STRETCHED_GROUPS, HALVINGS = 300, 6  # of --segments: enough to open the gate, and to meet the number of looks
 LOOK_GROUPS = 100  # whose looks are timed
 WANTED_SAVED, ALLOWED_FALSE = 0.20, 0.06  # on `search`
@@ -316,9 +316,19 @@ def look_cost(path: Path, repeats: int = 5) -> float:
 
 
 def elastic(shortest: int, cap: int) -> Callable[[int, float], int]:
-    """The module's own formula; a response is predicted to double, as it is without a forecast."""
-    settings = Elastic(min_length=shortest, max_length=max(shortest, cap // 2))
-    return lambda done, finished: ideal_length(settings, 1.0 - finished, min(max(done, shortest), cap - done))
+    """Young's checkpoint interval (1974): the more of a group has ended and the less is to come, the sooner a look.
+
+    A response is predicted to double. Where nobody has ended there is nothing to decide.
+    """
+    longest = max(shortest, cap // 2)
+
+    def distance(done: int, finished: float) -> int:
+        if not 0 < finished < MOST:
+            return shortest if finished else longest
+        left = min(max(done, shortest), cap - done)
+        return round(min(max((shortest * left / finished) ** 0.5, shortest), longest))
+
+    return distance
 
 
 def hazard(shortest: int, cap: int) -> Callable[[int, float], int]:
@@ -328,7 +338,7 @@ def hazard(shortest: int, cap: int) -> Callable[[int, float], int]:
 
 def late(shortest: int, cap: int) -> Callable[[int, float], int]:
     """Twice as far until most of the group has ended, then half as far."""
-    return lambda done, finished: shortest // 2 if finished >= Elastic().tail_fraction else 2 * shortest
+    return lambda done, finished: shortest // 2 if finished >= MOST else 2 * shortest
 
 
 SCHEDULES = {"elastic": elastic, "hazard": hazard, "late": late}

@@ -172,9 +172,9 @@ def module_numbers() -> dict[str, str]:
     record = json.loads((RESULTS / CPU[0]).read_text())["measures"]
     alone = {arm.split()[-1]: spread(record[arm][seed]["effective tokens/s"] / record["off"][seed]["effective tokens/s"]
                                      for seed in record[arm] if seed in record["off"])
-             for arm in ("A routing", "B soft", "C pruning", "C sampler", "D elastic", "keep")}
+             for arm in ("A routing", "B soft", "C pruning", "C sampler", "keep")}
     study = json.loads((RESULTS / "sim_study.json").read_text())["modules"]["async"]
-    simulated = {f"sim_{name}": f"{study[name]['brings']:+.2f}" for name in "ABCSD"}
+    simulated = {f"sim_{name}": f"{study[name]['brings']:+.2f}" for name in "ABCS"}
     sampling = json.loads((RESULTS / "prompt_sampling.json").read_text())["populations"]["mixed"]
     shares = {f"share_{name}": f"{sampling[name]['gradient']['mean']:.2f}" for name in ("sampler", "uniform", "greso")}
     losses = json.loads((RESULTS / "robustness_losses.json").read_text())["table"]

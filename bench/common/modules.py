@@ -18,7 +18,7 @@ LOOPS = ("prune.repetition.enable",)
 def arms(segment_length: int) -> dict[str, list[str]]:
     """Arm -> overrides; `segment_length` is in tokens."""
     length = f"segment_length={segment_length}"
-    on, groups = ("enable", length), ("elastic.enable", "prune.resolved.enable")  # which the profile leaves out
+    on, groups = ("enable", length), "prune.resolved.enable"  # which the profile leaves out
     return {
         "off": switches("observe"),
         "B yield": switches("profile=static", length),
@@ -28,12 +28,11 @@ def arms(segment_length: int) -> dict[str, list[str]]:
         "C loops": switches(*on, *LOOPS, "prune.audit.enable"),
         "C verdicts": switches(*on, *LOOPS, "prune.audit.enable", "prune.verdict.enable"),
         "C sampler": switches(*on, HISTORY, "sampler.enable"),
-        "D elastic": switches(*on, HISTORY, "elastic.enable"),
         "keep": switches(*on, "sync.requests=keep"),
         "token outputs": switches("observe", "token_outputs"),
-        "all": switches("profile=elastic", *groups, length),
+        "all": switches("profile=elastic", groups, length),
         # effective tokens reward what the sampler selects: the same without it stands beside
-        "all without sampler": switches("profile=elastic", *groups, length, "sampler.enable=False"),
+        "all without sampler": switches("profile=elastic", groups, length, "sampler.enable=False"),
     }
 
 
@@ -44,7 +43,6 @@ LEFT_OUT = {
     "all without keep": ("sync.requests=abort",),
     "all without loops": ("prune.repetition.enable=False",),
     "all without resolved": ("prune.resolved.enable=False",),
-    "all without elastic": ("elastic.enable=False",),
     "all without token outputs": ("token_outputs=False",),
 }
 

@@ -151,7 +151,7 @@ def save(options, facts: dict, driver: Driver, repeat: int, capacity: int) -> di
               "capacity": capacity, "seed": options.seed}
     folder = options.results.with_suffix(".traces")
     folder.mkdir(parents=True, exist_ok=True)
-    policy_name = record["policy"].replace("/", "_")  # variants: es-grpo/ABD+barrier
+    policy_name = record["policy"].replace("/", "_")  # variants: es-grpo/AB+barrier
     file = folder / f"{record['scenario']}-{policy_name}-{repeat}-{time.time_ns()}.json"
     file.write_text(json.dumps([*driver.trace.values()]))
     common.append(options.results, {**record, "trace": f"{folder.name}/{file.name}"})

@@ -39,10 +39,8 @@ OVERSUBSCRIBED = 2.0  # requests of begun groups per place: stragglers of a grou
 SYNC, ASYNC = "sync", "async"
 KEEP, ABORT = "keep", "abort"  # what a weight sync does to running requests
 # Modules that are played here and what is counted of each: prompts begun before an older one, responses handed back at
-# a boundary, responses pruned, responses told another boundary, prompts chosen by what is known of the candidates,
-# requests kept over a sync.
-DECISIONS = (decisions.ROUTING, decisions.SEGMENTS, decisions.PRUNING, decisions.ELASTIC, decisions.SAMPLER,
-             decisions.KEEP)
+# a boundary, responses pruned, prompts chosen by what is known of the candidates, requests kept over a sync.
+DECISIONS = (decisions.ROUTING, decisions.SEGMENTS, decisions.PRUNING, decisions.SAMPLER, decisions.KEEP)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """ES-GRPO, by the decisions of overlay/esgrpo/algo: the same classes that the hooks drive.
 
-Modules, each can be left out: A routing (longest forecast first, and perhaps replicas kept for the tail), B keep
-(requests survive a weight sync with their KV cache; under sync, too, so that groups can be carried over), C pruning
-(the resolved rule under its audit; what it cuts is trained, and left out in "es-grpo/ABC+masked"), D elastic segments
-(a group that is all but finished is told to look soon; its rest joins the tail class and may move to a tail replica at
-that boundary), S the prompt sampler (prompts by the gradient that they promise). S takes other prompts than all other
-policies, so that what is compared by its speed is without it.
+Modules, each can be left out: A routing (longest forecast first, and perhaps replicas kept for the tail, where the rest
+of a group moves that is all but finished), B keep (requests survive a weight sync with their KV cache; under sync, too,
+so that groups can be carried over), C pruning (the resolved rule under its audit; what it cuts is trained, and left out
+in "es-grpo/ABC+masked"), S the prompt sampler (prompts by the gradient that they promise). S takes other prompts than
+all other policies, so that what is compared by its speed is without it. Older records have a letter D: segments whose
+length followed the group.
 
 Soft boundaries that decide nothing are not events here: they cost the engine nothing (bench.scheduler_cost). One audit
 for all groups, as with one agent-loop worker. The rules for loops are not simulated: no tokens, no loops.
@@ -45,7 +45,7 @@ from esgrpo.algo.routing import BODY, TAIL, PromptQueue, TailShare
 from esgrpo.algo.segments import MOVE, at_boundary, next_multiple
 from esgrpo.algo.terms import Outcome, Rule, Treatment
 
-ROUTING, KEPT, PRUNING, ELASTIC, SAMPLER = ALL_MODULES = "ABCDS"
+ROUTING, KEPT, PRUNING, SAMPLER = ALL_MODULES = "ABCS"
 
 
 @dataclass
@@ -72,22 +72,22 @@ class EsGrpo(Policy):
     with module B in the order of the data, as verl's asynchronous trainers begin a group when another one ends, and
     more than an update's (`over` times as many, as verl's num_warmup_batches adds them). An update takes the oldest
     whole groups; the others decode on. As verl's replay buffer does with max_off_policy_strategy=wait, an unfinished
-    group that is `bound` versions old is waited for, never dropped; with drop ("es-grpo/ABD+drop") nobody is waited
+    group that is `bound` versions old is waited for, never dropped; with drop ("es-grpo/AB+drop") nobody is waited
     for, and a whole group that is older is dropped, another prompt begins in its place (verl's default, see
     bench.policies.carry.ColocateAsync). The class that watches verl's pool watches this one too (algo.carry_over), and
     nothing may be odd here. What is carried stays in its engine, which takes standalone
-    replicas; under a colocated trainer it is aborted and resumed at once ("es-grpo/ABD+abort").
+    replicas; under a colocated trainer it is aborted and resumed at once ("es-grpo/AB+abort").
     """
 
     name = "es-grpo"
     carries, over, bound = True, 2.0, 7  # versions beyond the first: verl's max_off_policy_threshold is 8 by default
     drops = False  # max_off_policy_strategy=drop
-    modules = ROUTING + KEPT + ELASTIC
+    modules = ROUTING + KEPT
     overrides: dict = {}  # of the elastic profile
     holds = False  # requests wait in the queue for a free place, not in an engine
     keeps = True  # with module B
     orders_carried = False  # longest first also where groups are carried over: nobody waits for the longest there, and
-    #                         the others wait behind them ("es-grpo/ABD+longest")
+    #                         the others wait behind them ("es-grpo/AB+longest")
 
     def __init__(self, limits, rng):
         super().__init__(limits, rng)
@@ -120,10 +120,8 @@ class EsGrpo(Policy):
 
     def settings_of_modules(self) -> config.Segment:
         prune = {"resolved": {"enable": True}, "audit": {"enable": True}}
-        settings = config.parse({"profile": "elastic", "elastic": {"enable": True}, "prune": prune, **self.overrides})
-        return dataclasses.replace(
-            settings, elastic=dataclasses.replace(settings.elastic, enable=ELASTIC in self.has),
-            routing=dataclasses.replace(settings.routing, enable=ROUTING in self.has))
+        settings = config.parse({"profile": "elastic", "prune": prune, **self.overrides})
+        return dataclasses.replace(settings, routing=dataclasses.replace(settings.routing, enable=ROUTING in self.has))
 
     def new_pruner(self) -> GroupPruner:
         audit = Audit(self.settings.prune.audit, random.Random(self.rng.random()))
@@ -285,7 +283,7 @@ class EsGrpo(Policy):
             del self.open[sample.group]
 
     def look(self, load: Load) -> list[Action]:
-        """Members have ended: who of their siblings is pruned, and how long are the segments of the others?"""
+        """Members have ended: who of their siblings is pruned, and who joins the tail class?"""
         actions: list[Action] = []
         # a response that is between two places decodes nowhere: it is asked about at the next ending
         between = {id(member) for member, _ in self.moving}
@@ -300,22 +298,21 @@ class EsGrpo(Policy):
                     for number in numbers:
                         response = self.runs.response(str(index), number)
                         actions.append(Prune(here[number].sample, action.rule, response.decision["keep_probability"]))
-                elif isinstance(action, rollout.Tell):
-                    actions += self.tell(index, action, here, tokens, doomed)
+                elif isinstance(action, rollout.JoinTail):
+                    actions += self.join_tail(index, action, here, tokens, doomed)
         self.asked.clear()
         return actions
 
-    def tell(self, index: int, told: rollout.Tell, here: dict[int, Member], tokens: dict[int, int],
-             doomed: set[int]) -> list[Tell]:
+    def join_tail(self, index: int, joins: rollout.JoinTail, here: dict[int, Member], tokens: dict[int, int],
+                  doomed: set[int]) -> list[Tell]:
         """Only a member that joins the tail class has a boundary that decides anything."""
         actions = []
         for number, member in self.open[index].running.items():
-            if told.tail and member.length_class != TAIL:
+            if member.length_class != TAIL:
                 member.length_class = TAIL
                 self.tails += number in here
             if member.may_move and number in here and number not in doomed:
-                actions.append(Tell(member.sample, next_multiple(tokens[number], told.length) - tokens[number]))
-        self.decisions[decisions.ELASTIC] += len(actions)
+                actions.append(Tell(member.sample, next_multiple(tokens[number], joins.length) - tokens[number]))
         return actions
 
     # updates
@@ -367,7 +364,7 @@ class Pruning(EsGrpo):
     """With audited pruning."""
 
     name = "es-grpo-prune"
-    modules = ROUTING + KEPT + PRUNING + ELASTIC
+    modules = ROUTING + KEPT + PRUNING
 
 
 # What the study asks about; part of a policy's name.
@@ -388,7 +385,7 @@ CHANGES = {"hold": {"holds": True},
 
 
 def variant(name: str) -> type[EsGrpo]:
-    """ES-GRPO with some modules, and perhaps changes: "AB" or "ABD+no-tail+bound-1". Raises KeyError for what is
+    """ES-GRPO with some modules, and perhaps changes: "AB" or "AB+no-tail+bound-1". Raises KeyError for what is
     unknown."""
     modules, *changes = name.split("+")
     if set(modules) - set(ALL_MODULES) or set(changes) - set(CHANGES):

@@ -31,20 +31,19 @@ from bench.sim.experiment import Setting, run
 
 BASE = Setting(replicas=4, groups=64, updates=6)
 SMALL = {"replicas": 2, "groups": 4, "members": 4, "cap": 128, "scale": 0.02, "updates": 2, "sequences": 8}
-WHOLE, PRUNED, PLAIN = "es-grpo/ABCDS", "es-grpo/ABCD", "es-grpo/"
-MODULES = {"A": "routing", "B": "carry-over and kept requests", "C": "audited pruning", "S": "prompt sampler",
-           "D": "elastic segments"}
-CHANGES = ("es-grpo/ABD", "es-grpo/ABD+abort", "es-grpo/ABD+tails", "es-grpo/ABD+few-tails", "es-grpo/ABD+hold")
+WHOLE, PRUNED, PLAIN = "es-grpo/ABCS", "es-grpo/ABC", "es-grpo/"
+MODULES = {"A": "routing", "B": "carry-over and kept requests", "C": "audited pruning", "S": "prompt sampler"}
+CHANGES = ("es-grpo/AB", "es-grpo/AB+abort", "es-grpo/AB+tails", "es-grpo/AB+few-tails", "es-grpo/AB+hold")
 HIGH, MEDIUM = 0.10, 0.03  # a module that brings as much of the baseline's groups with gradient per second ranks so
 NO_HELP = 1.01  # below this ratio a setting is listed as one where ES-GRPO does not help
 STEADY = 24  # updates after which the end of a run hardly counts
 BARRIER = ("verl", "colocate_async", "colocate_async/wait", "ulorl", "april/1.5", "april", "april/3", "rollpacker",
-           "es-grpo", *(f"es-grpo/ABD+{change}" for change in (
+           "es-grpo", *(f"es-grpo/AB+{change}" for change in (
                "barrier", "bound-1", "bound-1+drop", "bound-2", "bound-2+drop", "bound-4", "drop", "unbounded",
                "over-3.0+unbounded", "abort", "tails")))
 FREE = 1e9  # prefilled tokens per second: nothing is lost by an abort but its sleep
 SCARCE = 300_000  # KV tokens of a replica: about a third of what its 256 requests grow to
-SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/ABD+tails")}  # april: the best rival there
+SWEPT = {SYNC: ("es-grpo", "april"), ASYNC: ("es-grpo", "es-grpo/AB+tails")}  # april: the best rival there
 SWEEPS: dict[str, list[dict]] = {
     "concurrency (groups of an update)": [{"groups": groups} for groups in (16, 64, 256)],
     "cap": [{"cap": cap} for cap in (4096, 16384, 32768)],

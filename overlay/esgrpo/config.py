@@ -138,15 +138,8 @@ class Routing:
     # updates/s where KV memory is scarce, and faster in three, by 0.02 at most; under a barrier it was slower, too
     tail_share: float = _number(0.0, 0.0, 0.9,
                                 "largest share of replicas kept for the tail class, but one of two or three; 0: none")
-
-
-@dataclass(frozen=True)
-class Elastic:
-    enable: bool = _flag(False, "let the segment length follow the group")
-    min_length: int = _number(128, 2, None, "shortest segment, tokens")
-    max_length: int = _number(8192, 2, None, "longest segment, tokens")
-    hysteresis: float = _number(0.25, 0.0, 1.0, "relative change below which a segment length stays")
-    tail_fraction: float = _number(0.8, 0.0, 1.0, "finished share of a group at which the rest becomes tail class")
+    tail_fraction: float = _number(0.8, 0.0, 1.0, "finished share of a group at which the rest becomes tail class",
+                                   open_low=True, needs=("routing.tail_share",))
 
 
 @dataclass(frozen=True)
@@ -223,7 +216,6 @@ class Segment:
     )
     history: History = _section(History)
     routing: Routing = _section(Routing)
-    elastic: Elastic = _section(Elastic)
     prune: Prune = _section(Prune)
     sampler: Sampler = _section(Sampler)
     sync: Sync = _section(Sync)
@@ -264,8 +256,8 @@ PROFILES: dict[str, dict] = {
     "custom": {},
     "off": {},
     "static": {"enable": True, "boundary": "yield"},
-    # Only what can decide something under it: soft boundaries leave elastic.enable nothing to change, and group rules
-    # were not measured to bring anything. prune.treatment=failed is the only one that leaves verl's estimator as it is.
+    # Only what was measured to bring something, which group rules were not. prune.treatment=failed is the only one that
+    # leaves verl's estimator as it is.
     "elastic": {
         "enable": True,
         "history": {"enable": True},
@@ -286,14 +278,15 @@ REMOVED |= dict.fromkeys((f"{PREFIX}.prune.repetition.min_count", f"{PREFIX}.pru
                          "prune.repetition.max_surprisal do")
 REMOVED[f"{PREFIX}.prune.repetition.keep_row"] = (
     "drop it: prune.treatment=failed, the default, is True; prune.treatment=masked is False")
+REMOVED[f"{PREFIX}.elastic"] = ("drop it: segments whose length follows the group were measured to bring nothing "
+                                "(docs/method.md); routing.tail_fraction is what elastic.tail_fraction was")
 # treatments whose estimate needs more than the cut response itself
 PREDICTED = (Treatment.VALUE, Treatment.DOUBLY_ROBUST)
 UNBIASED = (Treatment.DOUBLY_ROBUST, Treatment.MASKED)  # with the coin, for whatever rule
 
 
 # (section, smaller, larger): bounds that must be in order
-IN_ORDER = (("elastic", "min_length", "max_length"), ("prune.audit", "min_candidates", "window"),
-            ("routing", "short_quantile", "tail_quantile"))
+IN_ORDER = (("prune.audit", "min_candidates", "window"), ("routing", "short_quantile", "tail_quantile"))
 
 
 def _merged(below: Mapping, above: Mapping) -> dict:
@@ -412,9 +405,8 @@ def _check_sections(segment: Segment) -> None:
                           "set prune.audit.enable=True, or prune.treatment=failed")
     if segment.token_outputs and not (segment.enable or segment.observe):
         needs("token_outputs", f"{PREFIX}.observe or {PREFIX}.enable", "no process would tell its hooks")
-    for section, enable in (("history", segment.history.enable), ("elastic", segment.elastic.enable)):
-        if enable and not segment.enable:
-            needs(f"{section}.enable", f"{PREFIX}.enable", f"{section} acts on segments")
+    if segment.history.enable and not segment.enable:
+        needs("history.enable", f"{PREFIX}.enable", "history acts on segments")
     for key, value, needed in _without_effect(segment):
         if isinstance(value, bool) or value in (conditions.spec_of(Segment, key).metadata.get("options") or ()):
             raise ConfigError(f"{PREFIX}.{key}", str(value).lower(),
@@ -450,11 +442,10 @@ def features(segment: Segment, loss_mode: str) -> frozenset[str]:
                 Feature.PRUNE: segment.prunes, Feature.YIELD: segment.enable and segment.boundary == "yield",
                 Feature.HISTORY: segment.history.enable, Feature.ROUTING: segment.routing.enable,
                 Feature.TAILS: segment.routing.enable and segment.routing.tail_share > 0,
-                Feature.ELASTIC: segment.elastic.enable, Feature.SAMPLER: segment.sampler.enable,
-                Feature.WEIGHTED: segment.weighted, Feature.KEEP: segment.keeps,
-                Feature.TOKEN_OUTPUTS: segment.token_outputs, Feature.OVERLAP: segment.overlap.enable,
-                Feature.DMMPT: segment.dmmpt.enable, Feature.POIS: loss_mode == "pois",
-                Feature.SAIS: loss_mode == "sais"}
+                Feature.SAMPLER: segment.sampler.enable, Feature.WEIGHTED: segment.weighted,
+                Feature.KEEP: segment.keeps, Feature.TOKEN_OUTPUTS: segment.token_outputs,
+                Feature.OVERLAP: segment.overlap.enable, Feature.DMMPT: segment.dmmpt.enable,
+                Feature.POIS: loss_mode == "pois", Feature.SAIS: loss_mode == "sais"}
     return frozenset(name for name, on in switches.items() if on)
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 EVERYTHING = [*BASE, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
               "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", f"{LOSS}=pois",
               *[f"{SEGMENT}.{setting}" for setting in ("profile=elastic", "segment_length=64", "boundary=yield",
-                                                       "elastic.enable=True", "prune.resolved.enable=True",
+                                                       "prune.resolved.enable=True",
                                                        "prune.treatment=masked",
                                                        "dmmpt.enable=True", "routing.tail_share=0.5",
                                                        "overlap.enable=True")]]
@@ -28,7 +28,7 @@ EVERYTHING = [*BASE, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
 NOT_ASKED = {
     "add-hccl-collective-group": "its users switch it on",
 }
-ON = {"observe", "segment", "prune", "yield", "pois", "dmmpt", "history", "routing", "elastic", "sampler", "weighted",
+ON = {"observe", "segment", "prune", "yield", "pois", "dmmpt", "history", "routing", "sampler", "weighted",
       "keep", "tails", "token_outputs", "overlap", "cpu"}
 FEATURES = {"fully-async": ON, "v1": ON | {"v1"}}
 MODES = ("drifted", "absent", "lenient", "disabled")

@@ -1,6 +1,6 @@
 """A real fully-async run with the whole method on, also what its profile leaves out.
 
-History, routing, elastic segments, audited pruning, sampler, kept requests, overlap control.
+History, routing, audited pruning, sampler, kept requests, overlap control.
 
 One start. Its pruning is as bold as the settings allow, so that many coins fall in a short run.
 """
@@ -56,7 +56,6 @@ def run(tmp_path_factory) -> Path:
     run_dir, prune = tmp_path / "run", f"{SEGMENT}.prune"
     arm.run("elastic", overrides(
         tmp_path, run_dir, f"{SEGMENT}.profile=elastic", f"{SEGMENT}.segment_length=64",
-        f"{SEGMENT}.elastic.enable=True", f"{SEGMENT}.elastic.min_length=16",
         f"{prune}.resolved.enable=True", f"{prune}.resolved.null_prob=1.0", f"{prune}.audit.min_candidates=5",
         f"{prune}.audit.max_false_rate=1.0", f"{prune}.audit.exempt_prob={EXEMPT}",
         f"{prune}.treatment=masked", *OVERLAP, "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
@@ -129,15 +128,13 @@ def test_foreseen_groups_were_replaced_and_never_trained(run):
 
 def test_modules_decided_or_say_why_not(run):
     modules = {row.module: row for row in decided.of_directory(str(run)) if row.on}
-    assert set(modules) == {"routing", "loops", "pruning", "replaced", "elastic", "sampler", "keep", "token_outputs",
-                            "overlap"}
+    assert set(modules) == {"routing", "loops", "pruning", "replaced", "sampler", "keep", "token_outputs", "overlap"}
     assert all(row.decided or row.reason for row in modules.values())
     responses, windows = read(str(run), "responses"), read(str(run), "windows")
     assert modules["pruning"].decided == sum(row["rule"] == "resolved" for row in responses) > 0
     assert modules["replaced"].decided == len(read(str(run), "replaced")) > 0  # the last ones come with the end
     assert modules["keep"].decided == sum(window["kept"] for window in windows) > 0
     assert modules["token_outputs"].decided > 0
-    assert modules["elastic"].reason == decisions.NO_TAILS
     rows = metrics_of(run, "esgrpo/decisions/pruning")
     assert 0 < sum(row["esgrpo/decisions/pruning"] for row in rows) <= modules["pruning"].decided
 

@@ -32,9 +32,8 @@ MOVED = "yield/move"  # how an engine's window counts a response that it handed 
 def start(tmp_path: Path, routing: bool) -> Path:
     run_dir = tmp_path / "run"
     arm.run("two-replicas", overrides(
-        tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64", f"{SEGMENT}.history.enable=True",
-        f"{SEGMENT}.elastic.enable=True", f"{SEGMENT}.elastic.min_length=16",
-        f"{SEGMENT}.elastic.tail_fraction=0.5",  # half of a group makes the rest its tail: many moves in a short run
+        tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=16", f"{SEGMENT}.history.enable=True",
+        f"{SEGMENT}.routing.tail_fraction=0.5",  # half of a group makes the rest its tail: many moves in a short run
         f"{SEGMENT}.routing.enable={routing}", f"{SEGMENT}.routing.tail_share=0.25",
         "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
         prompts=PROMPTS, staleness=NEVER_WAIT, replicas=REPLICAS), run_dir, ROOT / "overlay")

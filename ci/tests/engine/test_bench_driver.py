@@ -57,7 +57,7 @@ def test_books_agree(name, scenario, lag):
     assert set(record["decisions"]) == set(DECISIONS)
 
 
-@pytest.mark.parametrize("name, keeps", [("es-grpo", True), ("es-grpo/ABD+abort", False), ("colocate_async", False)])
+@pytest.mark.parametrize("name, keeps", [("es-grpo", True), ("es-grpo/AB+abort", False), ("colocate_async", False)])
 def test_what_is_carried_is_stale_and_what_is_kept_is_counted(name, keeps):
     record = drive(policy(name), updates=6).record
     assert record["versions_old"]["rows"]["share"] > 0 < record["versions_old"]["tokens"]["share"]

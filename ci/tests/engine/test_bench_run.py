@@ -16,7 +16,7 @@ from bench.policies import policy
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 GROUPS, MEMBERS, UPDATES = 3, 2, 2
-POLICIES = ("verl", "es-grpo/ABD+barrier", "es-grpo", "es-grpo/ABD+abort", "colocate_async")
+POLICIES = ("verl", "es-grpo/AB+barrier", "es-grpo", "es-grpo/AB+abort", "colocate_async")
 TOY = ("--model", "random:300K", "--max-num-seqs", "4", "--batched-tokens", "512", "--kv-gb", "0.02", "--prompt", "256",
        "--groups", str(GROUPS), "--members", str(MEMBERS), "--updates", str(UPDATES), "--cap", "64", "--scale", "0.02",
        "--sync-s", "0.2", "--capacity", "4")

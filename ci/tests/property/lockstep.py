@@ -53,7 +53,7 @@ class Script:
     cap: int
     overrides: dict  # of the elastic profile
     past: list[Group] = field(default_factory=list)
-    modules: str = "ABCD"  # of bench.policies.es_grpo
+    modules: str = "ABC"  # of bench.policies.es_grpo
     per_update: int = 1
     keeps: bool = True  # requests outlive an update
     replicas: int = 2
@@ -440,8 +440,8 @@ def normalised(log: list) -> dict[str, Played]:
         for action in actions:
             if isinstance(action, rollout.Finish):
                 group.advice.append(("finish", action.rule, sorted(sum(map(list, action.members.values()), []))))
-            elif isinstance(action, rollout.Tell):
-                group.advice.append(("tell", action.length, action.tail))
+            elif isinstance(action, rollout.JoinTail):
+                group.advice.append(("tail", action.length))
             elif isinstance(event, rollout.AttemptEnded) and isinstance(action, (rollout.Submit, rollout.HandOn)):
                 _attempt(group.members.setdefault(event.member, []), event, action)
             elif isinstance(action, rollout.Record) and isinstance(event, rollout.MemberEnded):

@@ -94,7 +94,7 @@ def test_the_real_pool_stops_a_policy_that_trains_the_youngest_first():
 
 def test_a_step_that_waits_for_all_is_on_policy_and_slower():
     barrier, none, whole = (carried(policy(f"es-grpo/{name}"), 2.0, None, LIMITS, 20)[0]
-                            for name in ("ABD+barrier", "AD", "ABD"))
+                            for name in ("AB+barrier", "A", "AB"))
     fresh = {"mean": 0.0, "share": 0.0}
     assert barrier.ledger.stale() == none.ledger.stale() == {**fresh, "max": 0, "rows": fresh, "tokens": fresh}
     assert whole.ledger.stale()["mean"] > 0 and whole.now < barrier.now
@@ -159,7 +159,7 @@ def begun(name: str) -> list[int]:
 
 def test_what_is_carried_over_goes_in_the_order_of_the_data():
     """As verl's asynchronous trainers send it: where nobody waits for the longest, longest first gains nothing."""
-    plain, longest, barrier = (begun(f"es-grpo/ABD{change}") for change in ("", "+longest", "+barrier"))
+    plain, longest, barrier = (begun(f"es-grpo/AB{change}") for change in ("", "+longest", "+barrier"))
     assert plain == sorted(plain)
     assert sorted(longest) == plain and longest != plain
     assert len(barrier) == LIMITS.groups and barrier != sorted(barrier)
@@ -168,7 +168,7 @@ def test_what_is_carried_over_goes_in_the_order_of_the_data():
 def test_with_segments_an_aborted_request_resumes_at_once():
     """As the hook resume-without-sleep makes verl's client do; without them it sleeps."""
     times = {name: carried(policy(f"es-grpo/{name}"), 2.0, None, LIMITS, 4)[0].update_times[-1]
-             for name in ("ABD+abort", "ABD")}
-    assert not policy("es-grpo/ABD+abort")(LIMITS, random.Random(0)).sleeps
+             for name in ("AB+abort", "AB")}
+    assert not policy("es-grpo/AB+abort")(LIMITS, random.Random(0)).sleeps
     assert policy("es-grpo/A")(LIMITS, random.Random(0)).sleeps
-    assert times["ABD+abort"] - times["ABD"] < ABORT_WAIT_S  # three syncs lie between: one sleep would show
+    assert times["AB+abort"] - times["AB"] < ABORT_WAIT_S  # three syncs lie between: one sleep would show

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.common import workload
@@ -30,7 +30,7 @@ EVERY = {**ADVISED, "0.7.0": play_0_7_0}
 CAP, EXAMPLES = 64, 50
 COINS = {"enable": True, "exempt_prob": 0.4, "min_candidates": 1, "max_false_rate": 1.0, "max_fraction": 0.75}
 # boundaries lie at multiples of 4 and endings at odd lengths: nothing happens in the same step as something else
-BASE = {"segment_length": 1024, "elastic": {"min_length": 4, "max_length": 4096}, "routing": {"tail_share": 0.25}}
+BASE = {"segment_length": 4, "routing": {"tail_share": 0.25}}
 RULES = {"resolved": {"resolved": {"enable": True, "null_prob": 1.0}, "treatment": "masked", "audit": COINS},
          "failed": {"resolved": {"enable": True, "null_prob": 1.0}, "treatment": "failed", "audit": COINS},
          "predicted": {"resolved": {"enable": True, "null_prob": 1.0}, "treatment": "doubly_robust", "audit": COINS},
@@ -86,13 +86,14 @@ def compare(script: Script, drivers: dict) -> dict:
 
 @pytest.mark.parametrize("rules", sorted(RULES))
 def test_every_driver_takes_the_same_verdicts(rules):
-    seen = {"prune": 0, "exempt": 0, "tell": 0, "move": 0}
+    seen = {"prune": 0, "exempt": 0, "tail": 0, "move": 0}
 
     @settings(max_examples=EXAMPLES)
+    @example(dataclasses.replace(ALIKE, groups=ALL_WRONG, overrides=overrides({**RULES[rules], "audit": ALWAYS})))
     @given(scripts(RULES[rules]))
     def check(script):
         for group in compare(script, ADVISED).values():
-            seen["tell"] += any(action[0] == "tell" for action in group.advice)
+            seen["tail"] += any(action[0] == "tail" for action in group.advice)
             for *_, (_, outcome, _, _, _, exempted, *_) in group.members.values():
                 seen["prune"] += outcome == "prune"
                 seen["exempt"] += exempted
@@ -118,8 +119,9 @@ def test_every_driver_follows_a_response_to_the_same_end(script):
 @given(scripts(NO_RULES), st.integers(3, 30))
 def test_both_releases_of_verl_yield_at_the_same_boundaries(script, length):
     """What the benchmarks do not play: boundaries that hand a response back, between weight syncs that abort it."""
-    script = dataclasses.replace(script, modules="ABC", past=[],  # 0.7.0 tells no lengths and keeps no history
-                                 overrides=overrides(NO_RULES, boundary="yield", segment_length=length))
+    script = dataclasses.replace(script, modules="ABC", past=[],  # 0.7.0 keeps no history and moves nobody
+                                 overrides=overrides(NO_RULES, boundary="yield", segment_length=length,
+                                                     routing={"tail_share": 0.0}))
     new, old = normalised(play_fully_async(script)), normalised(play_0_7_0(script))
     assert new == old
     for name, group in new.items():
@@ -148,10 +150,12 @@ def test_a_workload_is_decided_the_same_in_simulator_engine_benchmark_and_hooks(
     assert any(facts[4] for _, *facts in outcomes)
 
 
+ALWAYS = {**COINS, "exempt_prob": 1e-9}  # who may be pruned is
 # the exempted members of the first group are the evidence on which the last two of the second one are pruned
 ALIKE = Script(
     groups_of([[(1, True), (3, True), (5, True), (7, True)], [(9, True), (11, True), (31, False), (33, True)]]), 4, CAP,
-    overrides({**RULES["resolved"], "audit": {**COINS, "exempt_prob": 1e-9}}), per_update=2)
+    overrides({**RULES["resolved"], "audit": ALWAYS}), per_update=2)
+ALL_WRONG = groups_of([[(tokens, False) for tokens in lengths] for lengths in ((1, 3, 5, 7), (9, 11, 31, 33))])
 
 
 def test_a_policy_with_a_decision_of_its_own_is_found_out(monkeypatch):
@@ -189,7 +193,7 @@ INTERRUPTED = Script(groups_of([[(1, True), (3, True), (5, True), (7, True), (11
 def test_a_response_that_was_to_move_goes_where_it_belongs_when_a_weight_sync_aborts_it():
     """It is placed anew anyway: at the boundary nobody moves it a second time."""
     story = compare(INTERRUPTED, ADVISED)["1"]
-    assert ("tell", 4, True) in story.advice and [kind for kind, *_ in story.members[4]] == ["hand on", "record"]
+    assert story.advice == [("tail", 4)] and [kind for kind, *_ in story.members[4]] == ["hand on", "record"]
     kept = compare(dataclasses.replace(INTERRUPTED, keeps=True), ADVISED)["1"]
     assert [kind for kind, *_ in kept.members[4]] == ["submit", "hand on", "record"]  # else it moves there
 

@@ -28,7 +28,7 @@ from esgrpo.algo.verdict_features import Glance
 GROUPS, REPLICAS, BUDGET = ("a", "b", "c"), ("r0", "r1", "r2"), 40
 SETTINGS = {
     "enable": True, "boundary": "yield", "segment_length": 8, "success_threshold": 0.5,
-    "elastic": {"enable": True, "min_length": 2, "max_length": 16},
+    "history": {"enable": True}, "routing": {"enable": True, "tail_share": 0.25, "tail_fraction": 0.4},
     "prune": {"resolved": {"enable": True, "null_prob": 1.0}, "finish_group_after": 2, "treatment": "masked",
               "audit": {"enable": True, "exempt_prob": 0.3, "min_candidates": 1, "max_false_rate": 1.0}}}
 
@@ -87,8 +87,10 @@ class Life(RuleBasedStateMachine):
             if isinstance(action, rollout.Ask):
                 assert set(action.replicas) <= held and action.replicas
                 self.asks.append(action)
-            elif isinstance(action, rollout.Tell):
-                assert set(action.replicas) <= held and 2 <= action.length <= 16
+            elif isinstance(action, rollout.JoinTail):
+                assert set(action.replicas) <= held and action.length == 8
+                running = self.runs.groups[action.group].running.values()
+                assert {response.length_class for response in running} == {"tail"}
             elif isinstance(action, rollout.Finish):
                 for replica, numbers in action.members.items():
                     for number in numbers:

@@ -54,8 +54,7 @@ def test_a_member_goes_on_where_it_was_interrupted_under_another_version():
     state = json.loads(json.dumps(seat.response.state()))
     assert seat.on(rollout.MemberEnded, now=0.0, carried=True) is None  # no record yet
     again = rollout_driver.join(new_driver(), "g", 2, member=0, state=state, version=5)
-    assert again.fields() == {"group": "g", "member": 0, "done_before": 3, "length_class": "body", "move": False,
-                              "segment_length": 1024}
+    assert again.fields() == {"group": "g", "member": 0, "done_before": 3, "length_class": "body", "move": False}
     play(again, (output([4, 5], payload=payload("finish", [[-1, 2]])), 13))
     row = ended(again)
     assert row["spans"] == [[3, 3], [5, 2]] and (row["tokens"], row["attempts"], row["boundaries"]) == (5, 3, 1)
@@ -204,8 +203,9 @@ def test_the_versions_of_a_response_are_those_of_its_tokens():
 def test_a_server_that_does_not_answer_costs_the_advice_and_no_response(monkeypatch, capsys):
     """Finished members hand their output on although every call about their group raises; counted, and said once."""
     monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({
-        "enable": True, "boundary": "yield", "elastic": {"enable": True, "min_length": 2, "max_length": 8},
-        "segment_length": 8}))
+        "enable": True, "history": {"enable": True}, "segment_length": 8,
+        "routing": {"enable": True, "tail_share": 0.5, "tail_fraction": 0.01}}))
+    monkeypatch.setenv("ESGRPO_FACTS", json.dumps({"replicas": 2}))
 
     async def broken(*_):
         raise ConnectionError("the server is gone")

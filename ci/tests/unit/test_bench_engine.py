@@ -45,10 +45,9 @@ def test_scheduler_cost_counts(tmp_path, kind):
     assert counts["boundaries"] == counts["boundaries_and_repetition"] <= 10
     assert result[kind]["boundary"]["looks"] == 40 * 16 / 2
     assert result[kind]["repetition_check"]["looks"] == 40 * 16 / 2
-    assert result[kind]["elastic_boundary"]["looks"] == 40 * 16 / 2 and result[kind]["elastic_boundary"]["told"] == 16
     assert result[kind]["look_for_verdicts"]["looks"] == 40 * 16 / 2
     assert set(result[kind]["within"]) == {
-        "boundary", "elastic_boundary", "look_for_verdicts", "nothing_due", "boundaries_and_repetition", "verdicts"}
+        "boundary", "look_for_verdicts", "nothing_due", "boundaries_and_repetition", "verdicts"}
     assert {"command", "versions", "cpu", "seed"} <= set(result)
 
 

@@ -85,16 +85,16 @@ def test_few_updates_under_a_barrier_flatter_whoever_carries_over(tmp_path):
                         "--results", str(tmp_path / "r")])
         return flattered(chosen), bool(warning(chosen))
 
-    assert told("verl,april,es-grpo,seer,es-grpo/ABD+barrier", 1) == (["april", "es-grpo"], True)
+    assert told("verl,april,es-grpo,seer,es-grpo/AB+barrier", 1) == (["april", "es-grpo"], True)
     assert told("verl,april,es-grpo", LEAST_UPDATES) == ([], False)
-    assert told("verl,es-grpo", 1, "async") == told("verl,seer,es-grpo/AD", 1) == ([], False)
+    assert told("verl,es-grpo", 1, "async") == told("verl,seer,es-grpo/A", 1) == ([], False)
     assert told("april", 1) == (["april"], False)  # compared with nobody
 
 
 def test_who_chooses_prompts_is_not_compared_by_its_speed(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        parse(["--policies", "verl,es-grpo/ABDS", "--results", str(tmp_path / "r")])
-    assert "es-grpo/ABDS chooses its prompts" in capsys.readouterr().err
+        parse(["--policies", "verl,es-grpo/ABS", "--results", str(tmp_path / "r")])
+    assert "es-grpo/ABS chooses its prompts" in capsys.readouterr().err
 
 
 def test_the_results_file_grows_by_whole_lines(tmp_path):

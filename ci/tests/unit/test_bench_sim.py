@@ -93,7 +93,7 @@ def test_the_prompt_sampler_chooses_other_prompts_with_more_gradient(scenario):
     from bench.sim.experiment import Setting, run
 
     setting = Setting(replicas=2, groups=16, members=8, cap=256, scale=0.1, updates=6, scenario=scenario)
-    with_it, without = (run(setting, f"es-grpo/ABD{module}", Device.load()) for module in ("S", ""))
+    with_it, without = (run(setting, f"es-grpo/AB{module}", Device.load()) for module in ("S", ""))
     assert with_it["trained_groups"] == without["trained_groups"] == 96
     assert with_it["gradient_groups"] > 1.15 * without["gradient_groups"]
 

@@ -102,7 +102,7 @@ def test_switches_take_nothing_but_booleans(path, field):
         assert "true or false" in refusal(nested(path, wrong))
 
 
-NEEDS_MORE = {"history.enable": {"enable": True}, "elastic.enable": {"enable": True},
+NEEDS_MORE = {"history.enable": {"enable": True},
               "routing.enable": {"enable": True, "history": {"enable": True}},
               "sampler.enable": {"enable": True, "history": {"enable": True}},
               "prune.resolved.enable": {"enable": True, "prune": {"audit": {"enable": True}}},
@@ -218,14 +218,14 @@ def test_no_number_is_infinite(path, field, value):
 
 def test_profiles_are_defaults_and_the_user_has_the_last_word():
     elastic = parse({"profile": "elastic", "prune": {"resolved": {"enable": True, "null_prob": 0.2}},
-                     "elastic": {"enable": True}, "sampler": {"enable": False}})
+                     "sampler": {"enable": False}})
     assert elastic.prune.treatment == "failed" and elastic.prune.resolved.null_prob == 0.2
     assert not elastic.sampler.enable and elastic.sync.requests == "keep"
     assert parse(json.loads(config.to_json(elastic))) == elastic
     static = parse({"profile": "static", "segment_length": 64})
     assert static.enable and static.boundary == "yield" and not static.prunes
     assert config.features(parse({"profile": "off"}), "vanilla") == frozenset()
-    assert {"history", "routing", "elastic", "keep", "token_outputs"} <= config.features(elastic, "pois")
+    assert {"history", "routing", "keep", "token_outputs"} <= config.features(elastic, "pois")
 
 
 def test_choices_say_the_closest():
@@ -337,3 +337,10 @@ def test_features(values, loss_mode, names):
 def test_a_removed_key_is_refused_with_what_it_was(value):
     said = refusal({"enable": True, "prune": {"hopeless": value}})
     assert "\n" not in said and "prune.hopeless" in said and "never pruned anything" in said
+
+
+@pytest.mark.parametrize("value", [{"enable": True}, {"tail_fraction": 0.5}, {}])
+def test_elastic_segments_are_gone_and_their_keys_say_so(value):
+    line = refusal({"profile": "elastic", "elastic": value})
+    assert f"{PREFIX}.elastic" in line and "\n" not in line
+    assert "routing.tail_fraction" in line and "drop it" in line

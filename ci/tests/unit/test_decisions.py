@@ -30,7 +30,6 @@ ROUTING = {**ON, "routing": {"enable": True}}
 TAILS = {**ON, "routing": {"enable": True, "tail_share": 0.25}}
 GROUPS = {"enable": True, "prune": {"resolved": {"enable": True}, "audit": {"enable": True}}}
 LOOPS = {"enable": True, "prune": {"repetition": {"enable": True}, "audit": {"enable": True}}}
-ELASTIC = {"enable": True, "elastic": {"enable": True}}
 VERDICTS = {"enable": True, "prune": {"verdict": {"enable": True}, "audit": {"enable": True}}}
 SAMPLER = {**ON, "sampler": {"enable": True}}
 KEEP = {"enable": True, "sync": {"requests": "keep"}}
@@ -83,10 +82,7 @@ def row_of(module: str, settings: dict, counts: dict = {}, **facts) -> decisions
     ("verdicts", VERDICTS, {"verdicts/looks": 9, "verdicts/gate_open": 1}, {}, "no candidate"),
     ("verdicts", VERDICTS, {"verdicts/looks": 9, "verdicts/gate_open": 1, "verdicts/exempted": 2}, {},
      "all 2 candidates"),
-    ("elastic", ELASTIC, {}, {"replicas": 4}, "soft boundaries and no tail replicas: nobody is handed back"),
-    ("elastic", {**TAILS, **ELASTIC}, {}, {"replicas": 1}, "one replica"),
-    ("elastic", {**ELASTIC, "boundary": "yield"}, {}, {}, "no group was told another length"),
-    ("elastic", ELASTIC, {}, {"trainer": decisions.RECIPE}, "verl 0.7.0: no replica is asked"),
+    ("segments", TAILS, {}, {"replicas": 2}, "no response reached a boundary"),
     ("sampler", SAMPLER, {}, {}, "no prompt was taken"),
     ("sampler", SAMPLER, {"sampler/takes": 1, "sampler/unseen": 1}, {}, "first epoch: none of 1 prompt was seen"),
     ("sampler", SAMPLER, {"sampler/takes": 8, "sampler/unseen": 5}, {}, "no candidate promised more"),
@@ -118,11 +114,8 @@ def test_verdicts_say_what_became_of_candidates_and_of_the_gate():
 
 
 @pytest.mark.parametrize("profile", list(config.PROFILES))
-def test_a_profile_holds_only_what_can_decide_under_it(profile):
-    settings = config.parse({"profile": profile})
-    assert decisions.cannot_decide(settings) == []
-    assert not settings.weighted, "weights of pruned rows are biased under verl's default estimator"
-    assert decisions.cannot_decide(config.parse({"profile": "elastic", "elastic": {"enable": True}})) == ["elastic"]
+def test_no_profile_needs_weights(profile):
+    assert not config.parse({"profile": profile}).weighted, "they are biased under verl's default estimator"
 
 
 def test_a_longer_one_first_is_an_inversion():
@@ -230,6 +223,7 @@ def test_another_run_in_the_same_directory_is_not_counted_and_restarts_are(tmp_p
 
 @pytest.mark.parametrize("segment, expected", [
     (json.dumps({"enable": True, "sync": {"requests": "keep"}}), {"keep"}), (None, None),
+    (json.dumps({"enable": True, "elastic": {"enable": False}, "sync": {"requests": "keep"}}), {"keep"}),
     (json.dumps({"prune": {"hopeless": {"enable": True}}}), None)])
 def test_a_run_of_an_older_release_has_nothing_recorded(tmp_path, capsys, segment, expected):
     (tmp_path / "hooks.json").write_text(json.dumps([{"process": "driver", "host": "h", "pid": 1, "hooks": [],

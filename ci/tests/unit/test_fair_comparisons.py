@@ -65,10 +65,10 @@ def test_the_command_says_what_every_module_decided(capsys):
 
 
 @pytest.mark.parametrize("scenario, name, deciding", [
-    (SYNC, "es-grpo/ABD", {"keep"}), (SYNC, "es-grpo/ABD+abort", set()), (SYNC, "es-grpo/A", {"routing"}),
-    (SYNC, "es-grpo/ABD+barrier", {"routing"}), (ASYNC, "es-grpo/ABD", {"routing", "keep"}),
+    (SYNC, "es-grpo/AB", {"keep"}), (SYNC, "es-grpo/AB+abort", set()), (SYNC, "es-grpo/A", {"routing"}),
+    (SYNC, "es-grpo/AB+barrier", {"routing"}), (ASYNC, "es-grpo/AB", {"routing", "keep"}),
     (ASYNC, "es-grpo/S", {"sampler"}), (ASYNC, "es-grpo/", set()),
-    (ASYNC, "es-grpo/ABD+tails", {"routing", "keep", "elastic", "segments"})])
+    (ASYNC, "es-grpo/AB+tails", {"routing", "keep", "segments"})])
 def test_only_what_changed_something_is_counted(scenario, name, deciding):
     large = {"members": 8, "cap": 4096, "scale": 1.0} if "tails" in name else {}  # else no group has a tail
     setting = Setting(**{**vars(SMALL), "scenario": scenario, **large})

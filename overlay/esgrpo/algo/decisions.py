@@ -18,7 +18,7 @@ from esgrpo.config import Segment
 
 ROUTING, SEGMENTS, LOOPS, PRUNING, REPLACED = "routing", "segments", "loops", "pruning", "replaced"
 VERDICTS = "verdicts"
-ELASTIC, SAMPLER, KEEP, TOKEN_OUTPUTS, OVERLAP = "elastic", "sampler", "keep", "token_outputs", "overlap"
+SAMPLER, KEEP, TOKEN_OUTPUTS, OVERLAP = "sampler", "keep", "token_outputs", "overlap"
 
 # Trainers, as the facts of a run name them
 FULLY_ASYNC, RECIPE, SYNC, SEPARATE = "fully_async", "recipe-0.7.0", "sync", "separate_async"
@@ -65,21 +65,11 @@ class Row:
     reason: str = ""
 
 
-NO_TAILS = "soft boundaries and no tail replicas: nobody is handed back"
 ONE_REPLICA = "one replica: nobody can move to another one"
 
 
 def _tails(settings: Segment) -> bool:
     return settings.routing.enable and settings.routing.tail_share > 0
-
-
-def _nobody_handed_back(run: Run) -> str | None:
-    """Why no boundary can hand a response back; None where it can."""
-    if run.settings.boundary == "yield":
-        return None
-    if not _tails(run.settings):
-        return NO_TAILS
-    return ONE_REPLICA if run.replicas < 2 else None
 
 
 def _plural(number: int, noun: str) -> str:
@@ -103,7 +93,9 @@ def _why_routing(run: Run) -> str:
 
 
 def _why_segments(run: Run) -> str:
-    return _nobody_handed_back(run) or "no response reached a boundary at which it is handed back"
+    if run.settings.boundary == "soft" and run.replicas < 2:
+        return ONE_REPLICA
+    return "no response reached a boundary at which it is handed back"
 
 
 def _why_pruning(run: Run) -> str:
@@ -162,12 +154,6 @@ def _why_replaced(run: Run) -> str:
     if run.trainer == SYNC:
         return "trainer_mode=sync submits another prompt in a group's place only with algorithm.filter_groups"
     return "each pruned group kept a gradient, or there was no further prompt"
-
-
-def _why_elastic(run: Run) -> str:
-    if run.trainer == RECIPE:
-        return "verl 0.7.0: no replica is asked how far its responses are"
-    return _nobody_handed_back(run) or "no group was told another length: its members ended first, or none was needed"
 
 
 def _why_sampler(run: Run) -> str:
@@ -233,7 +219,6 @@ MODULES = (
            _why_verdicts, _more_of_verdicts),
     Module(REPLACED, "prune.resolved.enable", lambda s: s.enable and s.prune.resolved.enable, ("replaced/groups",),
            _why_replaced),
-    Module(ELASTIC, "elastic.enable", lambda s: s.enable and s.elastic.enable, ("elastic/told",), _why_elastic),
     Module(SAMPLER, "sampler.enable", lambda s: s.enable and s.sampler.enable, ("sampler/chosen",), _why_sampler),
     Module(KEEP, "sync.requests=keep", lambda s: s.keeps, ("keep/kept",), _why_keep),
     Module(TOKEN_OUTPUTS, "token_outputs", lambda s: s.token_outputs, ("token_outputs/responses",), _why_token_outputs),
@@ -241,7 +226,7 @@ MODULES = (
 )
 NAMES = tuple(module.name for module in MODULES)
 # agent-loop workers decide about all but the last, and their rows tell the trainer
-OF_TRAINER = (SEGMENTS, LOOPS, PRUNING, VERDICTS, ELASTIC, OVERLAP)
+OF_TRAINER = (SEGMENTS, LOOPS, PRUNING, VERDICTS, OVERLAP)
 
 
 def decided(settings: Segment, counts: Mapping[str, int], names: Iterable[str] = NAMES) -> dict[str, int]:
@@ -249,12 +234,6 @@ def decided(settings: Segment, counts: Mapping[str, int], names: Iterable[str] =
     wanted = frozenset(names)
     return {module.name: sum(counts.get(name, 0) for name in module.counted) for module in MODULES
             if module.name in wanted and module.on(settings)}
-
-
-def cannot_decide(settings: Segment) -> list[str]:
-    """Modules that are on and decide nothing under any load, because of other settings."""
-    waits_for_boundaries = {SEGMENTS, ELASTIC} if _nobody_handed_back(Run(settings, replicas=2)) else set()
-    return [module.name for module in MODULES if module.on(settings) and module.name in waits_for_boundaries]
 
 
 def table(run: Run, recorded: bool = True) -> list[Row]:

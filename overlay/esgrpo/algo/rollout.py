@@ -11,7 +11,7 @@ with `algo/segments.py` and tells in the answer of an attempt.
     AttemptEnded     the replica answered                                    -> Submit (again) or HandOn
     Sealed           its row is written: nothing may be decided about it     -> Record
     MemberEnded      the member has its reward, failed or was interrupted    -> Record, Ask, Share
-    Progress         answer to Ask                                           -> Finish, Tell, Share
+    Progress         answer to Ask                                           -> Finish, JoinTail, Share
     Looked           an engine looked at members that run                    -> Finish
     Learned          what the audits of other workers learned
     Taught           what the learned verdicts of all workers know; the first response of a newer weight version
@@ -31,7 +31,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from esgrpo import config
-from esgrpo.algo.elastic import Segments, next_segments, remaining_tokens
 from esgrpo.algo.group_pruning import Decided, Finished, GroupPruner
 from esgrpo.algo.pruning import is_correct
 from esgrpo.algo.rollout_events import (
@@ -40,6 +39,7 @@ from esgrpo.algo.rollout_events import (
     AttemptEnded,
     Finish,
     HandOn,
+    JoinTail,
     Learned,
     Looked,
     MemberEnded,
@@ -53,7 +53,6 @@ from esgrpo.algo.rollout_events import (
     Submitted,
     Taught,
     Teach,
-    Tell,
 )
 from esgrpo.algo.rows import Response as Row
 from esgrpo.algo.terms import LengthClass, Outcome, Rule
@@ -174,15 +173,6 @@ class Rules:
         routing = self.settings.routing
         return routing.enable and routing.tail_share > 0 and self.replicas > 1
 
-    @property
-    def yields(self) -> bool:
-        return self.settings.boundary == "yield"
-
-    @property
-    def tells(self) -> bool:
-        """Segment lengths change what happens: somebody is handed back at a boundary."""
-        return self.settings.enable and self.settings.elastic.enable and (self.yields or self.moves)
-
 
 class GroupRun:
     """One group. Invariants: a member joins once and ends once; it is decided at most once and never once its row is
@@ -193,8 +183,7 @@ class GroupRun:
         self.states: dict[int, Outcome | None] = dict(ended or {})  # member -> how it ended; None: it runs
         self.running: dict[int, Response] = {}
         self.where: dict[int, object] = {}  # member -> the replica that holds its attempt
-        self.told = Segments(rules.settings.segment_length, False)
-        self.lengths: list[int] = []  # of members that ended here
+        self.tail = False  # its rest has joined the tail class
         self.prompt: str | None = None
 
     @property
@@ -244,8 +233,7 @@ class GroupRun:
         loops = {**({"exempt": True} if response.exempt or response.decision else {}),
                  **({"marks": response.marks} if response.marks else {})}
         return {"group": self.name, "member": response.number, "done_before": response.tokens, **loops,
-                "length_class": str(length_class), "move": self.rules.moves and length_class != LengthClass.TAIL,
-                "segment_length": self.told.length}
+                "length_class": str(length_class), "move": self.rules.moves and length_class != LengthClass.TAIL}
 
     def _placed(self, response: Response, event: Placed) -> list[Action]:
         self.where[event.member] = event.replica
@@ -315,7 +303,6 @@ class GroupRun:
         by_rule = response.outcome == Outcome.PRUNE and not response.doomed
         how = Outcome.FAIL if event.failed else Outcome.PRUNE if response.pruned else Outcome.FINISH
         self.states[event.member] = how
-        self.lengths.append(response.tokens)
         if self.rules.pruner is not None:
             ending = None
             if event.score is not None:
@@ -338,27 +325,24 @@ class GroupRun:
 
     # verdicts
 
-    @property
-    def _ended_share(self) -> float:
-        return sum(state is not None for state in self.states.values()) / self.size
-
-    def _may_tell(self) -> bool:
-        """Could another length change anything now? At soft boundaries only the tail class is handed back."""
-        if not self.rules.tells or self.told.tail or not self.running:
+    def _becomes_tail(self) -> bool:
+        """So much of it has ended that the rest belongs to the tail replicas."""
+        if not self.rules.moves or self.tail or not self.running:
             return False
-        return self.rules.yields or self._ended_share >= self.rules.settings.elastic.tail_fraction
+        ended = sum(state is not None for state in self.states.values())
+        return ended / self.size >= self.rules.settings.routing.tail_fraction
 
     def _wants_progress(self) -> bool:
         pruner = self.rules.pruner
-        return self._may_tell() or (pruner is not None and bool(self.running) and pruner.wants_progress(self.name))
+        return self._becomes_tail() or (pruner is not None and bool(self.running) and pruner.wants_progress(self.name))
 
     def _decide(self, tokens: dict[int, int]) -> list[Action]:
         """Verdicts are taken on what is true now: others may have ended since the replicas were asked."""
         open_ = {number: count for number, count in tokens.items()
                  if number in self.running and not self.running[number].sealed}
         actions = self._prune(open_) if self.rules.pruner is not None else []
-        if self._may_tell() and any(not response.doomed for response in self.running.values()):
-            actions += self._tell(open_)
+        if self._becomes_tail() and any(not response.doomed for response in self.running.values()):
+            actions += self._join_tail()
         return actions
 
     def _prune(self, open_: dict[int, int]) -> list[Action]:
@@ -385,19 +369,12 @@ class GroupRun:
                 at[self.where[number]] = (*at.get(self.where[number], ()), number)
         return [Finish(self.name, rule, members) for rule, members in doomed.items()]
 
-    def _tell(self, open_: dict[int, int]) -> list[Action]:
-        rest = [remaining_tokens(open_.get(number, response.tokens), response.forecast, self.lengths, self.rules.budget)
-                for number, response in self.running.items()]
-        segments = next_segments(self.rules.settings.elastic, self.told, 1.0 - self._ended_share, sum(rest) / len(rest))
-        if segments == self.told:
-            return []
-        self.told = segments
-        self.rules.decisions["elastic/told"] += 1
-        if segments.tail:
-            for response in self.running.values():
-                response.length_class = LengthClass.TAIL
+    def _join_tail(self) -> list[Action]:
+        self.tail = True
+        for response in self.running.values():
+            response.length_class = LengthClass.TAIL
         replicas = self._replicas(self.running)
-        return [Tell(self.name, segments.length, segments.tail, replicas)] if replicas else []
+        return [JoinTail(self.name, self.rules.settings.segment_length, replicas)] if replicas else []
 
 
 class GroupRuns:

@@ -146,12 +146,11 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Tell:
-    """Segments of this group have `length` tokens from the next boundary on; `tail`: it joins the tail class."""
+class JoinTail:
+    """What runs of this group is of the tail class: at the next multiple of `length` tokens it may change replicas."""
 
     group: str
     length: int
-    tail: bool
     replicas: tuple
 
 
@@ -178,4 +177,4 @@ class Teach:
     lessons: list | None
 
 
-Action = Submit | HandOn | Ask | Finish | Tell | Record | Share | Teach
+Action = Submit | HandOn | Ask | Finish | JoinTail | Record | Share | Teach

@@ -172,11 +172,8 @@ class SegmentBook:
         self._loop = HELD_LOOP if settings.audited else LOOP  # the audit's coin is tossed where the response comes from
 
     def add(self, key: Hashable, group: str, member: int, done_before: int, length_class: str = BODY,
-            move: bool = False, segment_length: int | None = None, exempt: bool = False, marks: Sequence[Mark] = (),
-            earlier: Sequence[int] = ()) -> None:
+            move: bool = False, exempt: bool = False, marks: Sequence[Mark] = (), earlier: Sequence[int] = ()) -> None:
         """Track one attempt. `exempt`: the rule for loops has been let off.
-
-        `segment_length` is what its group was told last, perhaps by way of other engines.
 
         `marks` are what `carried_marks` gave at the end of the attempt before, `earlier` are the tokens before this
         attempt, of which the newest are needed.
@@ -184,8 +181,6 @@ class SegmentBook:
         repetition = self.settings.prune.repetition
         if self._lengths.get(group, (0, False))[1]:  # told while this attempt was on its way
             length_class = TAIL
-        elif segment_length is not None and segment_length != self._length:
-            self._lengths[group] = segment_length, False
         item = Tracked(group, member, done_before, length_class, move, None, 0,
                        next_multiple(done_before, repetition.check_interval)
                        if repetition.enable and not exempt else None)

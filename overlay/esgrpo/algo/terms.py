@@ -93,7 +93,6 @@ class Feature(_Word):
     HISTORY = "history"
     ROUTING = "routing"
     TAILS = "tails"
-    ELASTIC = "elastic"
     SAMPLER = "sampler"
     WEIGHTED = "weighted"
     KEEP = "keep"

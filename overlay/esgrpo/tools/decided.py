@@ -20,7 +20,7 @@ def of_rows(rows: Sequence[Decisions], reports: list[dict] = ()) -> list[decisio
     """The same from rows in order of time, of which the newest of each process is enough.
 
     A run of an older release has no such records: what was on is read from `reports`, the states of its hooks. Empty
-    where its settings are not known, or not those of this release.
+    where its settings are not known, or not those of this release but for sections that are gone.
     """
     begun = [row for row in rows if row.settings is not None]
     given = begun[-1].settings if begun else next((json.loads(report["segment"]) for report in reports
@@ -28,7 +28,8 @@ def of_rows(rows: Sequence[Decisions], reports: list[dict] = ()) -> list[decisio
     if given is None:
         return []
     try:
-        settings = config.parse(given)
+        settings = config.parse({key: value for key, value in given.items()
+                                 if f"{config.PREFIX}.{key}" not in config.REMOVED})
     except ConfigError:
         return []
     facts = (begun[-1].facts or {}) if begun else {}

@@ -21,8 +21,7 @@ ABORTED_KEPT = 4096  # more than run at once; who asks, asks at once
 PAYLOAD = "esgrpo"  # key in kv_transfer_params, the dict that vLLM carries from scheduler to RequestOutput
 STOP_REASON = {PRUNE: "pruned", YIELD: "segment"}
 # what a client may say about an attempt -> argument of SegmentBook.add
-FIELDS = {name: name for name in ("group", "member", "done_before", "length_class", "move", "segment_length", "exempt",
-                               "marks")}
+FIELDS = {name: name for name in ("group", "member", "done_before", "length_class", "move", "exempt", "marks")}
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from esgrpo.hooks.verl.server.control_methods import methods
 
 ABORTED = ("aborted", "abort")  # stop reasons at which verl's client submits again
 PAYLOAD = "esgrpo"  # key in kv_transfer_params under which an engine says what its book knows of an attempt
-ADVICE = (rollout.Ask, rollout.Finish, rollout.Tell, rollout.Share, rollout.Teach)
+ADVICE = (rollout.Ask, rollout.Finish, rollout.JoinTail, rollout.Share, rollout.Teach)
 
 current: contextvars.ContextVar[Seat | None] = contextvars.ContextVar("esgrpo_seat", default=None)
 
@@ -140,7 +140,7 @@ class Driver:
 
     async def _advise(self, action) -> None:
         try:
-            await {rollout.Ask: self._ask, rollout.Finish: self._finish, rollout.Tell: self._tell,
+            await {rollout.Ask: self._ask, rollout.Finish: self._finish, rollout.JoinTail: self._join_tail,
                    rollout.Share: self._share, rollout.Teach: self._teach}[type(action)](action)
         except Exception as error:
             self._say(error, f"the group goes on without it ({type(action).__name__})")
@@ -183,8 +183,8 @@ class Driver:
         for replica, numbers in action.members.items():
             await self._call([replica], "esgrpo_finish_group", action.group, list(numbers), action.rule)
 
-    async def _tell(self, action: rollout.Tell) -> None:
-        await self._call(action.replicas, "esgrpo_set_segment_length", action.group, action.length, action.tail)
+    async def _join_tail(self, action: rollout.JoinTail) -> None:
+        await self._call(action.replicas, "esgrpo_set_segment_length", action.group, action.length, True)
 
     def _pool_of_run(self):
         if self._pool is None:
