@@ -21,7 +21,7 @@ from esgrpo.hooks.verl.metrics import decision_counts  # noqa: E402
 from esgrpo.hooks.verl.v1.overlap import batches_ahead  # noqa: E402
 from esgrpo.hooks.verl.v1.prompts import carried_groups  # noqa: E402
 
-MINI_BATCH, TRIGGERS = 4, 2
+MINI_BATCH, TRIGGERS, SIZE = 4, 2, 2
 SPEED = 100.0  # tokens/s of a group in flight
 BATCH = MINI_BATCH * TRIGGERS
 THRESHOLD = 4
@@ -51,7 +51,8 @@ def trainer(monkeypatch, controlled: bool, ahead: int = BATCH, mode: str = "sepa
     made.queue, made.trainer_mode, made.global_steps = Queue(monkeypatch), mode, 1
     made.config = OmegaConf.create({
         "data": {"train_batch_size": BATCH, "gen_batch_size": 1}, "skip": {"rollout_tq": {"enable": False}},
-        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": MINI_BATCH}, "rollout": {"n": 2}},
+        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": MINI_BATCH},
+                              "rollout": {"n": SIZE, "max_num_seqs": 256}},
         "trainer": {"default_local_dir": ".", "resume_mode": "disable"}})
     made.parameter_sync_step, made.current_mode = TRIGGERS, trainer_separate_async.HybridEngineMode.TRAINER
     made.train_dataloader_it = iter({"raw_prompt": np.array([number], dtype=object)} for number in itertools.count())
@@ -90,10 +91,10 @@ def step(made, train: float) -> int:
     rollout = tokens / (SPEED * flying)
     seconds = max(rollout, train + sync)
     owned.of(made, owned.Steps).of_version = [Event(
-        seconds=seconds, in_flight=flying * rollout / seconds, groups=BATCH, tokens=tokens, age=1.0, entropy=None,
+        seconds=seconds, groups=BATCH, tokens=tokens, age=1.0, entropy=None,
         loss=0.1, kl=None, grad_norm=1.0,
         spent={"wait": seconds - train - sync, "train": train, "sync": sync, "other": 0.0})]
-    owned.of(made, owned.RolloutSignals).windows = [{"tokens": tokens, "sync": 6.4,
+    owned.of(made, owned.RolloutSignals).windows = [{"tokens": tokens, "sync": 6.4, "used": flying * rollout * SIZE,
                                                      "capacity": 64, "surprisal": 1.0, "surprisal_tokens": 1}]
     made.global_steps += 1
     return evicted

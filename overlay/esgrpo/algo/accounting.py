@@ -249,17 +249,6 @@ def in_flight(history: Sequence[tuple[float, int, int]], until: float) -> tuple[
     return idle, area / seconds if seconds > 0 else 0.0
 
 
-def residence(rows: Iterable[Mapping], seconds: float) -> float | None:
-    """Groups in flight, mean, by Little's law: what left in `seconds`, times how long each was there (from the start of
-    its first response to the end of its last)."""
-    spans: dict[str, tuple[float, float]] = {}
-    for row in rows:
-        first, last = spans.get(row["group"], (row["started"], row["ended"]))
-        spans[row["group"]] = min(first, row["started"]), max(last, row["ended"])
-    stayed = sum(last - first for first, last in spans.values())
-    return stayed / seconds if spans and seconds > 0 else None
-
-
 def mean_age(rows: Iterable[Mapping], version: int) -> float | None:
     """Weight versions between the making of a token and its training under `version`, mean of the trained tokens."""
     spans = [span for row in rows if not row["pruned"] for span in row["spans"]]

@@ -56,6 +56,13 @@ def measured(concurrency: int, windows: Sequence[Mapping], seconds: float | None
         surprisal=sum(window["surprisal"] for window in windows) / counted if counted else None)
 
 
+def decoding(windows: Sequence[Mapping], seconds: float, group_size: int) -> float | None:
+    """Groups in the engines, mean over `seconds`, by the responses that decoded: where nobody counts groups. A group of
+    which some responses have ended counts in part."""
+    used = sum(window["used"] for window in windows)
+    return used / group_size / seconds if windows and seconds > 0 else None
+
+
 def start_of(rollout: Rollout, staleness: float, trigger: int, triggers_per_version: int) -> Setting:
     """The user's setting, the staleness as verl makes use of it: it begins whole groups, rounded down."""
     version = trigger * triggers_per_version

@@ -55,8 +55,7 @@ def of_v1(trainer, rows: list[Mapping], timing: Mapping[str, float], metrics: Ma
     """At the end of a step of a v1 trainer; `rows` were trained in it, `timing` and `metrics` are verl's of it.
 
     The step trains under the weights of the version before its own. What waits for groups is `gen`, under
-    `trainer_mode=sync` all of generation; checkpoints and validation are "other". Nobody counts groups in flight: they
-    follow from those that were trained.
+    `trainer_mode=sync` all of generation; checkpoints and validation are "other".
     """
     from esgrpo.hooks.verl import owned
 
@@ -70,7 +69,7 @@ def of_v1(trainer, rows: list[Mapping], timing: Mapping[str, float], metrics: Ma
     event = LoopEvent(
         side="train", version=trainer.global_steps, start=start, seconds=now - start, spent=spent,
         groups=len({row["group"] for row in rows}), tokens=sum(row["tokens"] for row in rows if not row["pruned"]),
-        in_flight=accounting.residence(rows, now - start), age=accounting.mean_age(rows, trainer.global_steps - 1),
+        age=accounting.mean_age(rows, trainer.global_steps - 1),
         queued_s=accounting.mean_wait(rows, start + spent["wait"]) if once else None, **_signals(metrics),
         **utilisation.of_node())
     records.write(event)

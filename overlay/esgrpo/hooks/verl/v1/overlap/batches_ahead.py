@@ -63,7 +63,8 @@ def at_weight_version(trainer) -> None:
         control.applied = control.controller.start
         return
     event, limits = events[-1], control.controller.limits
-    rollout = overlap_signals.measured(control.applied.concurrency, windows, event.seconds, event.in_flight)
+    in_flight = overlap_signals.decoding(windows, event.seconds, trainer.config.actor_rollout_ref.rollout.n)
+    rollout = overlap_signals.measured(control.applied.concurrency, windows, event.seconds, in_flight)
     window = overlap_signals.window(trainer.global_steps - 1, rollout, events, limits.mini_batch)
     at_version.follow(control, window, None, lambda setting: _move(trainer, control.applied, setting, limits))
 
@@ -74,16 +75,15 @@ def controller_for(trainer):
     from esgrpo.algo.overlap import Controller
     from esgrpo.algo.overlap_signals import Rollout, Run, limits_of, most_ahead, start_of
 
-    wanted, facts = config.current().overlap, config.facts()
-    mini_batch = trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size
-    triggers = trainer.parameter_sync_step
+    wanted, facts, actor_rollout = config.current().overlap, config.facts(), trainer.config.actor_rollout_ref
+    mini_batch, triggers = actor_rollout.actor.ppo_mini_batch_size, trainer.parameter_sync_step
     version = mini_batch * triggers
     ahead = in_process(trainer) / version
     given = None if movable_threshold(trainer) else trainer.replay_buffer.max_off_policy_threshold
     most = most_ahead(wanted.max_staleness, given, ahead)
-    everything = int(version * (1 + most))  # all that is begun is in the engines: as a bound of those it binds nothing
-    start = start_of(Rollout(everything, 0), ahead, mini_batch, triggers)
-    run = Run(mini_batch, triggers, facts["replicas"], everything, most, 1, facts["overlap_fixed"])
+    capacity = facts["replicas"] * actor_rollout.rollout.max_num_seqs // actor_rollout.rollout.n
+    start = start_of(Rollout(capacity, 0), ahead, mini_batch, triggers)
+    run = Run(mini_batch, triggers, facts["replicas"], capacity, most, 1, facts["overlap_fixed"])
     return Controller(start, limits_of(run, start), wanted.age_scale, time.time)
 
 
