@@ -11,9 +11,11 @@ from esgrpo.algo.overlap_signals import (
     Run,
     at_the_end,
     begun_at_most,
+    decoding,
     limits_of,
     pause,
     start_of,
+    to_begin,
     window,
 )
 
@@ -88,10 +90,10 @@ def test_at_the_end_of_the_data_no_finished_group_is_left_in_a_batch_that_is_nev
 
 def test_groups_in_the_engines_are_those_of_the_responses_that_decode():
     windows = [{"used": 40.0}, {"used": 20.0}]  # request-seconds of two replicas
-    assert overlap_signals.decoding(windows, 5.0, 4) == 3.0
-    assert overlap_signals.decoding([], 5.0, 4) is None and overlap_signals.decoding(windows, 0.0, 4) is None
+    assert decoding(windows, 5.0, 4) == 3.0
+    assert decoding([], 5.0, 4) is None and decoding(windows, 0.0, 4) is None
 
 
 @pytest.mark.parametrize("owed, found", [(0, (8, 0)), (5, (13, 0)), (-3, (5, 0)), (-8, (1, -1)), (-20, (1, -13))])
 def test_what_a_step_begins_is_a_prompt_at_least_and_the_rest_is_owed(owed, found):
-    assert overlap_signals.to_begin(8, owed) == found
+    assert to_begin(8, owed) == found
