@@ -103,7 +103,7 @@ SPREADS = {
     "study": "mean [lowest, highest] over seeds", "estimator bias": "z of every seed",
     "treatments": "mean [lowest, highest] over seeds", "start reward": "one seed",
     "engine": "median [lowest, highest] over runs", "validation": "every run shown",
-    "comparison": "one run an arm", "overlap": "standard error over batches", "check": "none: passes or fails",
+    "comparison": "one run an arm", "overlap": "one run an arm", "check": "none: passes or fails",
     "scheduler cost": "median [95 % bootstrap] over rounds", "decode overhead": "median [95 % bootstrap] over windows",
     "output cost": "median [lowest, highest] over rounds", "start-up": "median [95 % bootstrap] over pairs",
     "tau": "median of three windows, spread in ms",
