@@ -10,8 +10,8 @@ The gate is open while all of this holds:
  2. of the last candidates whose outcome was seen, few were right: the upper end of a Wilson interval is within the bar;
  3. the score says more than the length does: the sum of log-likelihood ratios of what was seen, predicted before it was
     learned, old ones counting less, is above log(OPENS_AT). Each is a ratio of two predictions of one outcome;
- 4. few of the correct responses would be lost, of all and in every tenth of their lengths. At a reward of 6 % "5 % of
-    the cuts are false" would permit to cut nearly everything;
+ 4. few of the correct responses would be lost, of all and in every tenth of their lengths, by the upper ends. At a
+    reward of 6 % "5 % of the cuts are false" would permit to cut nearly everything;
  5. the correct responses that are left are not shorter than all of them (`Gate.shortening`): else cutting would teach
     that short answers are the right ones.
 
@@ -28,7 +28,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from esgrpo import config
-from esgrpo.algo.audit import wilson_lower, wilson_upper
+from esgrpo.algo.audit import wilson_upper
 from esgrpo.algo.verdict_features import (
     FEATURES,
     LENGTH_FEATURES,
@@ -43,7 +43,6 @@ from esgrpo.algo.verdict_model import Logistic, Sums, log_loss
 OPENS_AT = 20.0  # likelihood ratio against length alone
 EVIDENCE_WINDOW = 500.0  # responses after which an old ratio counts 1/e
 DECILES = 10
-Z_DECILE = 2.14  # z of 1 (16 % on one side) over ten tenths at once (Bonferroni): one outcome in a tenth proves nothing
 LOST_WINDOW = 500  # correct responses that their lost share is estimated from
 CUT, AUDIT, WATCH = "cut", "audit", "watch"  # what becomes of a candidate: WATCH lets it go on, whatever the coin says
 STATE_VERSION = 1
@@ -61,7 +60,7 @@ class Settings:
     candidates: int = 40  # newest candidates with a known outcome that the false rate is estimated from
     z: float = 1.0  # of the Wilson intervals, standard deviations
     max_false_rate: float = 0.15  # largest upper bound of the share of cuts that are false
-    max_correct_lost: float = 0.05  # share of the correct responses that may be candidates, by its lower bound
+    max_correct_lost: float = 0.05  # share of the correct responses that may be candidates, by its upper bound
     max_lost_of_length: float = 0.10  # of those in a tenth of their lengths
     max_shortening: float = 0.05  # share by which cutting may shorten the mean correct response, by its lower bound
 
@@ -129,14 +128,15 @@ class Gate:
         return wilson_upper(sum(self.falses), len(self.falses), self.settings.z)
 
     def lost_shares(self) -> list[float]:
-        """Share of correct responses that are candidates, at least: of all, and in each tenth of their lengths.
+        """Share of correct responses that are candidates, at most: of all, and in each tenth of their lengths.
 
-        Lower ends of Wilson intervals. An outcome that was seen by a coin stands for 1/pi of them, and the interval is
-        that of as many equal ones as carry the same information (Kish).
+        Upper ends of Wilson intervals, 1 of none: who has seen few correct responses does not know what would be lost.
+        An outcome that was seen by a coin stands for 1/pi of them, and the interval is that of as many equal ones as
+        carry the same information (Kish).
         """
         rows = sorted(self.lost)
         tenths = [rows[len(rows) * i // DECILES:len(rows) * (i + 1) // DECILES] for i in range(DECILES)]
-        return [self._at_least(rows, self.settings.z), *(self._at_least(tenth, Z_DECILE) for tenth in tenths)]
+        return [self._at_most(part) for part in (rows, *tenths)]
 
     def shortening(self) -> float:
         """Share by which cutting all candidates shortens the mean correct response, at least.
@@ -156,14 +156,13 @@ class Gate:
         error = math.sqrt(sum((share * (value - move)) ** 2 for share, value in moves))
         return (move - self.settings.z * error) / (mean + move)
 
-    @staticmethod
-    def _at_least(rows: Sequence[tuple[int, float, bool]], z: float) -> float:
+    def _at_most(self, rows: Sequence[tuple[int, float, bool]]) -> float:
         total = sum(weight for _, weight, _ in rows)
         if not total:
-            return 0.0
+            return 1.0
         share = sum(weight for _, weight, candidate in rows if candidate) / total
         effective = total * total / sum(weight * weight for _, weight, _ in rows)
-        return wilson_lower(share * effective, effective, z)
+        return wilson_upper(share * effective, effective, self.settings.z)
 
     def why_shut(self) -> str:
         """Empty while it is open, else the first condition that fails."""
