@@ -180,7 +180,8 @@ def test_long_right_answers_among_candidates_shut_the_gate(longer, weight, why):
     assert gate.why_shut() == why
 
 
-@pytest.mark.parametrize("right, why", [(0, "correct responses lost"), (40, "correct responses lost"), (LOST_WINDOW, "")])
+@pytest.mark.parametrize("right, why", [(0, "correct responses lost"), (40, "correct responses lost"),
+                                        (LOST_WINDOW, "")])
 def test_who_has_seen_few_right_responses_does_not_know_what_is_lost(right, why):
     """None of them was a candidate. Four in a tenth of the lengths do not prove that at most one of ten is."""
     gate = Gate(Settings())
