@@ -382,8 +382,8 @@ def acceptance(tasks: dict) -> list[str]:
             missed.append(f"{task}: {learned['worst_window']:.2f} of a window's verdicts were false")
         longest = max(learned["correct_lost_by_length"])
         if learned["correct_lost"] > Settings().max_correct_lost or longest > Settings().max_lost_of_length:
-            missed.append(f"{task}: {learned['correct_lost']:.3f} of the correct responses were cut, {longest:.3f} of a "
-                          "tenth of their lengths")
+            missed.append(f"{task}: {learned['correct_lost']:.3f} of the correct responses were cut, {longest:.3f} of "
+                          "a tenth of their lengths")
     later = tasks.get("search", {}).get("learned", {}).get("later")
     if later and (later["tokens_saved"] < WANTED_SAVED or later["false_rate"] > ALLOWED_FALSE):
         missed.append(f"search, later half: {later['tokens_saved']:.3f} saved, {later['false_rate']:.3f} false; wanted "
