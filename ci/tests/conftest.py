@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a developer's shell or an earlier test may have set, and what would change a child's behaviour.
-LEAKS = ("ESGRPO_", "PYTHONPATH", "VERL_", "RAY_ADDRESS")
+LEAKS = ("ESGRPO_", "PYTHONPATH", "VERL_", "VLLM_", "RAY_ADDRESS")
 
 
 @pytest.fixture(scope="session")

@@ -115,6 +115,10 @@ async def undecided(client: Client) -> dict:
     return {"mixed": await client.logged(mixed_lengths())}
 
 
+async def elastic(client: Client) -> dict:
+    return {**await undecided(client), **await over_a_sync(client)}
+
+
 async def over_a_sync(client: Client) -> dict:
     """New weights come while requests run, wait, or share a prompt, in the order of verl's update_weights."""
     from esgrpo import config
@@ -164,7 +168,8 @@ async def quiet(client: Client) -> dict:
             "versions": await versions(client), "finish": await finish(client), "member": await member(client),
             "abort": await pause_abort(client), "keep": await pause_keep(client, False),
             "rebuild": await pause_keep(client, True),
-            "shared": await shared_prompt(client, [(5 * i) % 190 + 20 for i in range(SHARED_PROMPT)])}
+            "shared": await shared_prompt(client, [(5 * i) % 190 + 20 for i in range(SHARED_PROMPT)]),
+            "looping": await client.together(greedy(4, 96, forced=1))}
 
 
 async def versions(client: Client) -> dict:
@@ -235,11 +240,6 @@ async def pause_keep(client: Client, clear_cache: bool) -> dict:
     return await client.together(greedy(4, 96), act)
 
 
-async def prune(client: Client) -> dict:
-    return {"report": await client.call("esgrpo_report"),
-            "looping": await client.together(greedy(4, 96, forced=1))}
-
-
 async def hand_back(client: Client) -> dict:
     """Every response comes back at each boundary and is submitted again with what it has."""
     first = await client.together(greedy(4, 96))
@@ -272,8 +272,8 @@ async def main(scenario: str, model: str) -> dict:
         engine.shutdown()
 
 
-PLAYS = {"bare": bare, "quiet": quiet, "prune": prune, "yield": hand_back, "off": undecided, "elastic": undecided,
-         "keep": over_a_sync, "rebuild": over_a_sync}
+PLAYS = {"bare": bare, "quiet": quiet, "yield": hand_back, "off": undecided, "elastic": elastic,
+         "rebuild": over_a_sync}
 
 if __name__ == "__main__":
     name, model_folder, out = sys.argv[1:]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from itertools import islice
 
 import pytest
@@ -126,7 +123,7 @@ def test_licences_and_origin_are_told(made):
     assert json.loads((made / "model" / "esgrpo_origin.json").read_text())["license"] == "Apache-2.0"
 
 
-def test_transformers_and_vllm_answer_the_same(made, tmp_path):
+def test_transformers_and_vllm_answer_the_same(made, forked_python, tmp_path):
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     import torch
@@ -136,12 +133,8 @@ def test_transformers_and_vllm_answer_the_same(made, tmp_path):
                  "Find the Least Common Multiple (LCM) of these numbers: 12, 18"]
     script, out = tmp_path / "greedy.py", tmp_path / "answers.json"
     script.write_text(SCRIPT)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ESGRPO_", "VERL_", "VLLM_", "PYTHONPATH"))}
-    done = subprocess.run(
-        [sys.executable, str(script), str(made / "model"), str(out), json.dumps(questions), str(TOKENS)],
-        env={**kept, "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-             "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    forked_python(script, made / "model", out, json.dumps(questions), TOKENS, OMP_NUM_THREADS="1",
+                  VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     answers = json.loads(out.read_text())
 
     tokenizer = AutoTokenizer.from_pretrained(made / "model")

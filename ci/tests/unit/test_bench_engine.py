@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,22 +12,24 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 
-def run(module: str, out: Path, *options: str) -> dict:
+@pytest.fixture
+def run(forked_python, tmp_path):
     """The benchmark as its users start it, in a process of its own: it swaps classes and freezes the heap."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ESGRPO_", "VERL_", "VLLM_"))}
-    environment = {**kept, "PYTHONPATH": os.pathsep.join((str(ROOT / "overlay"), str(ROOT))), "OMP_NUM_THREADS": "1",
-                   "ESGRPO_ENABLE": "1", "VERL_PLATFORM": "cpu"}
-    done = subprocess.run([sys.executable, "-m", module, *options, "--out", str(out)], cwd=ROOT, env=environment,
-                          capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return json.loads(out.read_text())
+
+    def once(module: str, *options: str) -> dict:
+        out = tmp_path / "out.json"
+        forked_python("-m", module, *options, "--out", out, cwd=ROOT, path=(ROOT / "overlay", ROOT),
+                      OMP_NUM_THREADS="1", ESGRPO_ENABLE="1", VERL_PLATFORM="cpu")
+        return json.loads(out.read_text())
+
+    return once
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_scheduler_cost_counts(tmp_path, kind):
-    result = run("bench.scheduler_cost", tmp_path / "out.json", "--requests", "16", "--rounds", "2", "--steps", "40",
+def test_scheduler_cost_counts(run, kind):
+    result = run("bench.scheduler_cost", "--requests", "16", "--rounds", "2", "--steps", "40",
                  "--classes", kind)
     assert result[kind]["class"] == {"sync": "Scheduler", "async": "AsyncScheduler"}[kind]
     steps = 3 * (40 + 2)  # with the warm-up round and the warm-up steps of a block
@@ -51,8 +50,8 @@ def test_scheduler_cost_counts(tmp_path, kind):
     assert {"command", "versions", "cpu", "seed"} <= set(result)
 
 
-def test_decode_overhead_counts(tmp_path):
-    result = run("bench.decode_overhead", tmp_path / "out.json", "--requests", "4", "--tokens", "30", "--windows", "2")
+def test_decode_overhead_counts(run):
+    result = run("bench.decode_overhead", "--requests", "4", "--tokens", "30", "--windows", "2")
     for name, arm in result["arms"].items():
         assert arm["tokens"] == 2 * 4 * 29, name  # the token of the prefill step is not timed
         segments = name.startswith("segments")
