@@ -184,13 +184,19 @@ def test_what_cannot_be_shown_is_said_in_one_line(tmp_path, capsys, monkeypatch)
     assert "is a file" in first and "pip install 'esgrpo[top]'" in second
 
 
+def _takes_interrupts():
+    """A shell starts what it puts into the background with SIGINT ignored, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_end_by_signal_leaves_the_terminal_as_it_was(run, overlay, how):
     """In a terminal of its own: drawn on the other screen, which is left with the cursor shown."""
     ours, theirs = pty.openpty()
     child = subprocess.Popen([sys.executable, "-m", "esgrpo", "top", str(run)], stdin=theirs, stdout=theirs,
                              stderr=theirs, env={**os.environ, "PYTHONPATH": str(overlay), "TERM": "xterm-256color",
-                                                 "COLUMNS": "100", "LINES": "60"})  # room for all of it
+                                                 "COLUMNS": "100", "LINES": "60"},  # room for all of it
+                             preexec_fn=_takes_interrupts)
     os.close(theirs)
     told, asked, deadline = b"", False, time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and select.select([ours], [], [], PATIENCE_S)[0]:
