@@ -7,6 +7,7 @@ it is told to stop by a call of its own, like a weight sync that aborts what run
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,10 +60,10 @@ print("ANSWER" + json.dumps({"slots": slots, "came_through": bool(done),
 
 @pytest.fixture(scope="module", params=["plain", "hooked"])
 def answer(request, tmp_path_factory) -> tuple[bool, dict]:
-    from ci.tests.contract.test_driver_start import environment
-
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ESGRPO_")}
     done = subprocess.run([sys.executable, "-c", SCRIPT, request.param], capture_output=True, text=True, timeout=240,
-                          env={**environment(), "ESGRPO_ENABLE": "0"}, cwd=tmp_path_factory.mktemp("slots"))
+                          env={**clean, "PYTHONPATH": str(OVERLAY), "ESGRPO_ENABLE": "0", "VERL_PLATFORM": "cpu",
+                               "HF_HUB_OFFLINE": "1"}, cwd=tmp_path_factory.mktemp("slots"))
     line = next((x for x in done.stdout.splitlines() if x.startswith("ANSWER")), None)
     assert line, done.stderr[-3000:]
     return request.param == "hooked", json.loads(line.removeprefix("ANSWER"))
