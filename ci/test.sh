@@ -7,7 +7,8 @@ cd "$ROOT"
 unset ESGRPO_ENABLE ESGRPO_PREFIX ESGRPO_FEATURES ESGRPO_SEGMENT  # tests set what they need
 
 # Tests skip where an upstream is missing, for developers without the stack. Here nothing may be skipped that way.
-for upstream in torch ray verl vllm omegaconf transfer_queue hydra tensorboard matplotlib rich; do
+for upstream in torch transformers ray verl vllm omegaconf transfer_queue hydra tensorboard matplotlib rich datasets \
+        numpy pandas pyarrow pydantic torchdata yaml zmq; do
     "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$upstream') is None)" ||
         die "test: $upstream is not installed in $VENV | wanted the whole stack | tests would be skipped in silence | remove $VENV and run again"
 done
