@@ -48,9 +48,11 @@ LEFT_OUT = {
 
 
 def with_left_out(segment_length: int) -> dict[str, list[str]]:
-    """`arms`, `all` without one module each, and with the learned verdicts, which no profile has."""
+    """`arms`, `all` without one module each, and with what no profile has: learned verdicts, overlap control."""
     found = arms(segment_length)
     found["all verdicts"] = found["all"] + switches("prune.verdict.enable")
+    # a benchmark sets the staleness by hand, which only a run that says so leaves to the controller
+    found["all overlap"] = found["all"] + switches("overlap.enable", "overlap.override")
     for name, off in LEFT_OUT.items():
         keys = {line.partition("=")[0] for line in switches(*off)}
         found[name] = [line for line in found["all"] if line.partition("=")[0] not in keys] + switches(*off)
