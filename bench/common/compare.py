@@ -43,7 +43,8 @@ class Result:
     bubble: dict[str, float]
     balance: dict[str, int]
     decoded: int
-    effective_per_s: float
+    effective_per_s: float  # and device
+    effective_later: float  # in the later half of the budget, of all devices
     tail_ratio: float
     lengths: list[int]
     curves: dict  # of esgrpo.tools.report.runs
@@ -134,6 +135,8 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
     responses = [r for r in read(str(run_dir), "responses") if ready <= r["time"] <= end]
     rows = runs.with_fates(run_dir, ready, end)
     balance = token_balance(runs.settled(rows))
+    half = (ready + end) / 2
+    later = token_balance(runs.settled(runs.with_fates(run_dir, half, end)))
     windows = [w for w in read(str(run_dir), "windows") if ready < w["start"] + w["seconds"] <= end]
     evaluations = [e for e in _evaluations(metrics, ready) if e[0] <= end - ready]
     reached = time_to_target(evaluations[1:], target)
@@ -152,7 +155,7 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         time_to_target=reached, samples_to_target=None if reached is None else sum(
             r["time"] <= ready + reached for r in responses), steps=steps, responses=len(responses),
         bubble=_windows(windows), balance=balance, decoded=sum(r["tokens"] for r in responses),
-        effective_per_s=balance["trained"] / ((end - ready) * devices),
+        effective_per_s=balance["trained"] / ((end - ready) * devices), effective_later=later["trained"] / (end - half),
         tail_ratio=tail_ratio(times),
         lengths=[r["tokens"] for r in responses],
         curves={**runs.curves(evaluations, windows, rows, ready, target),

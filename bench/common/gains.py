@@ -24,7 +24,8 @@ CPU = ("ablation_search.json", "ablation_chain.json")
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
-PARTS = "train_h200_parts.json"  # five arms at once on two H200s, longer than TRAINING
+# five and six arms at once on two H200s, longer than TRAINING
+PARTS, LEFT_OUT = "train_h200_parts.json", "train_h200_left_out.json"
 ENGLISH, CHINESE = "en", "zh"
 DPI = 130
 
@@ -105,19 +106,38 @@ def _grid() -> list[float]:
     return [float(cell[0]) for cell in cells if cell]
 
 
+def _arms(name: str) -> dict[str, dict]:
+    """Arm -> measures, of a record of one seed."""
+    record = json.loads((RESULTS / name).read_text())
+    return {arm: next(iter(seeds.values())) for arm, seeds in record["measures"].items()}
+
+
 def _parts() -> dict[str, str]:
-    """Of the longer run: where each arm's held-out reward ends, and effective tokens/s as a ratio."""
-    record = json.loads((RESULTS / PARTS).read_text())
-    arms = {name: next(iter(seeds.values())) for name, seeds in record["measures"].items()}
+    """Of the longer runs: where each arm's held-out reward ends, and effective tokens/s as a ratio."""
+    parts, left_out = _arms(PARTS), _arms(LEFT_OUT)
 
-    def times(name: str, base: str) -> str:
-        return f"{arms[name]['effective tokens/s'] / arms[base]['effective tokens/s']:.2f}"
+    def times(arms: dict[str, dict], name: str, base: str = "plain", key: str = "effective tokens/s") -> str:
+        return f"{arms[name][key] / arms[base][key]:.2f}"
 
-    ends = {"long": "overlay", "long_plain": "plain", "long_loops": "C loops", "long_verdicts": "C verdicts",
-            "long_no_loops": "all without loops"}
-    return {**{key: f"{arms[name]['held-out reward, last']:.2f}" for key, name in ends.items()},
-            "loops_times": times("C loops", "plain"), "verdicts_times": times("C verdicts", "C loops"),
-            "verdicts_cut": f"{arms['C verdicts']['decisions: verdicts']:,}"}
+    def both(name: str) -> str:
+        return " / ".join(f"{arms[name]['held-out reward, last']:.2f}" for arms in (parts, left_out))
+
+    def end(arms: dict[str, dict], name: str) -> str:
+        return f"{arms[name]['held-out reward, last']:.2f}"
+
+    controlled = next(name for name in left_out if name.startswith("all overlap"))
+    return {"long": both("overlay"), "long_plain": both("plain"),
+            "long_times": " / ".join(times(arms, "overlay") for arms in (parts, left_out)),
+            "long_loops": end(parts, "C loops"), "long_verdicts": end(parts, "C verdicts"),
+            "long_no_loops": end(parts, "all without loops"), "long_no_sampler": end(left_out, "all without sampler"),
+            "long_no_keep": end(left_out, "all without keep"), "long_all_verdicts": end(left_out, "all verdicts"),
+            "long_all": end(left_out, "overlay"), "all_times": times(left_out, "overlay"),
+            "no_keep_times": times(left_out, "all without keep"),
+            "no_sampler_times": times(left_out, "all without sampler"),
+            "loops_times": times(parts, "C loops"), "verdicts_times": times(parts, "C verdicts", "C loops"),
+            "control_gpu": times(left_out, controlled, "overlay", "effective tokens/s, later half"),
+            "verdicts_cut": f"{parts['C verdicts']['decisions: verdicts']:,}",
+            "all_verdicts_cut": f"{left_out['all verdicts']['decisions: verdicts']:,}"}
 
 
 def _texts() -> dict:

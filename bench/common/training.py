@@ -28,6 +28,7 @@ SERVER, AGENT_LOOP = "vLLMHttpServer", "AgentLoopWorker"  # what Ray calls their
 # verl's own timers: a step without evaluations, and its parts; the weight sync's key has its prefix twice
 STEP_PARTS = {"": "step", ", wait for samples": "gen", ", update": "update_actor",
               ", weight sync": "timing_s/param_sync"}
+DRIFT = "actor/ppo_kl"  # of the trained policy from the one of the old log-probs, nats a token; mean over an update
 DECISIONS = "decisions: "  # and the name of a module
 RACE = re.compile(r"(time|samples) to ")
 WASTES = ("pruned", "zero_variance", "stale", "reprefill")
@@ -44,6 +45,7 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         values = [m[key] for m in metrics if key in m]
         return statistics.mean(values) if values else None
 
+    drifts = [m[DRIFT] for m in metrics if DRIFT in m]
     cpu = json.loads((run_dir / "arm.json").read_text()).get("cpu_s", {})
     kept = [m["esgrpo/sync/kept"] for m in metrics if "esgrpo/sync/kept" in m]
     moved = [m["esgrpo/routing/moves"] for m in metrics if "esgrpo/routing/moves" in m]
@@ -55,6 +57,7 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         "bubble rate": result.bubble["bubble_rate"],
         "decoded tokens/s": result.decoded / result.seconds,
         "effective tokens/s": result.balance["trained"] / result.seconds,
+        "effective tokens/s, later half": result.effective_later,
         "CPU of vLLM's server, us a token": 1e6 * cpu[SERVER] / max(1, result.decoded) if SERVER in cpu else None,
         "CPU of the agent loop, ms a response": 1e3 * cpu[AGENT_LOOP] / max(1, result.responses)
         if AGENT_LOOP in cpu else None,
@@ -66,6 +69,7 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         **{f"waste {cause}": result.balance[cause] / spent for cause in WASTES},
         "false-prune rate": last("esgrpo/prune/false_rate"),
         "length bias": max(bias) if bias else None,
+        "KL of an update, largest": max(drifts, default=None),
         "requests kept per sync": statistics.mean(kept) if kept else None,
         "requests moved": sum(moved) if moved else None,
         "tail ratio": result.tail_ratio,
