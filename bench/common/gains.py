@@ -249,12 +249,12 @@ def cost_table(language: str, up: str = "../") -> list[list[str]]:
 
 
 def draw(path: Path) -> None:
-    """Requests in the engine over time, and effective tokens/s of each pair, as PNG."""
+    """Requests in the engine over time, effective tokens/s of each pair, and rewards of the longer runs, as PNG."""
     from esgrpo.tools.report import plots
 
     pairs = training_pairs()
     names, shades = ("plain verl", "overlay"), (plots.GREY, plots.OUR_COLOURS[0])
-    with plots.drawing(1, 2, 2.7, gridspec_kw={"width_ratios": [2.4, 1]}) as ((left, right), _):
+    with plots.drawing(1, 3, 2.7, gridspec_kw={"width_ratios": [1.9, 0.9, 2.1]}) as ((left, right, long), _):
         for side, (name, shade) in enumerate(zip(names, shades, strict=True)):
             curves = [pair.curves[side]["running"] for pair in pairs]
             for curve in curves:
@@ -262,14 +262,23 @@ def draw(path: Path) -> None:
             shared = sorted(set.intersection(*({at for at, _ in curve} for curve in curves)))
             means = [statistics.mean(dict(map(tuple, curve))[at] for curve in curves) for at in shared]
             left.plot(shared, means, lw=2.2, color=shade, label=f"{name}, mean of {len(pairs)} runs")
-        left.set(title="Requests that decode at the same time", xlabel="seconds of training", ylim=(0, None))
+        left.set(title="Requests that decode at once", xlabel="seconds of training", ylim=(0, None))
         left.grid(axis="y")
         left.legend(loc="lower left", bbox_to_anchor=(0.1, 0.0), handlelength=1.2)
         for pair in pairs:
             values = [one["effective tokens/s"] / 1000 for one in (pair.plain, pair.overlay)]
             right.plot([0, 1], values, lw=0.8, color="#b9bdc6", zorder=1)
             right.scatter([0, 1], values, s=22, c=shades, zorder=2)
-        right.set(title="Effective tokens/s, thousands", xticks=[0, 1], xticklabels=["plain", "overlay"],
+        right.set(title="Effective tokens/s", ylabel="thousands", xticks=[0, 1], xticklabels=["plain", "overlay"],
                   xlim=(-0.3, 1.3), ylim=(0, None))
         right.grid(axis="y")
+        for record, line in ((PARTS, "-"), (LEFT_OUT, "--")):
+            curves = json.loads((RESULTS / record).read_text())["curves"]
+            for name, shade in zip(("plain", "overlay"), shades, strict=True):
+                (seed, curve), = curves[name].items()
+                long.plot(*zip(*curve["evaluations"], strict=True), line, lw=1.6, color=shade,
+                          label=f"{'plain verl' if name == 'plain' else name}, seed {seed}")
+        long.set(title="Held-out reward, longer runs", xlabel="seconds of training", ylim=(0, 1))
+        long.grid(axis="y")
+        long.legend(loc="lower left", ncols=2, fontsize="x-small", handlelength=1.4, columnspacing=1.0)
         left.figure.savefig(path, dpi=DPI, facecolor="white", metadata={"Software": None})
