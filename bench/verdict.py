@@ -53,8 +53,9 @@ from esgrpo.algo.calibration import ranks  # noqa: E402
 from esgrpo.algo.looks import Looks  # noqa: E402
 from esgrpo.algo.segments import PRUNE, SegmentBook  # noqa: E402
 from esgrpo.algo.terms import Rule  # noqa: E402
-from esgrpo.algo.verdict import CUT, Settings, Verdicts  # noqa: E402
+from esgrpo.algo.verdict import CUT, Verdicts  # noqa: E402
 from esgrpo.algo.verdict_features import FEATURES, LENGTH_FEATURES, SIBLING_FEATURES, Glance  # noqa: E402
+from esgrpo.algo.verdict_gate import Settings  # noqa: E402
 from esgrpo.config import Prune, Repetition, Segment  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"

@@ -22,8 +22,9 @@ from esgrpo.algo import rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.terms import Outcome, Rule
-from esgrpo.algo.verdict import Lessons, Settings, Verdicts
+from esgrpo.algo.verdict import Lessons, Verdicts
 from esgrpo.algo.verdict_features import Glance
+from esgrpo.algo.verdict_gate import Settings
 
 GROUPS, REPLICAS, BUDGET = ("a", "b", "c"), ("r0", "r1", "r2"), 40
 SETTINGS = {
@@ -348,7 +349,7 @@ class JudgedLife(Life):
 
     @staticmethod
     def force(verdicts):
-        verdicts.model.weights[0], verdicts.open = -2.5, True
+        verdicts.model.weights[0], verdicts.rungs = -9.0, 1
 
     def taught(self, action):
         """The pool answers at once; what was seen is taken once."""

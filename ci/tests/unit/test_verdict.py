@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from bench import verdict as bench
 from bench.common import recorded_groups
 from bench.pretrained import record_groups
-from esgrpo.algo.verdict import CUT, LOST_WINDOW, WATCH, Gate, Lessons, Outcome, Settings, Verdicts
+from esgrpo.algo.verdict import AUDIT, CUT, WATCH, Lessons, Verdicts
 from esgrpo.algo.verdict_features import FEATURES, LARGEST, READ_TOKENS, Glance, Look, Siblings, Sketches, vector
-from esgrpo.algo.verdict_model import Logistic, Sums
+from esgrpo.algo.verdict_gate import RUNGS, Gate, Outcome, Settings
+from esgrpo.algo.verdict_model import Logistic, Sums, log_loss
 
 SIZE = len(FEATURES)
 OPEN = Settings(min_outcomes=0, min_candidates=0, max_false_rate=1.0)
@@ -71,7 +73,7 @@ def outcomes(seed: int, count: int, truth=(0.5, -1.0, 2.0)):
 
 def test_the_model_learns_what_is_there():
     model = Logistic((0, 1, 2))
-    for part in range(20):
+    for part in range(40):
         for x, correct in outcomes(part, 200):
             model.learn(x, correct)
         model.update(model.take())
@@ -98,6 +100,34 @@ def test_it_matters_not_who_saw_what_in_which_order(order, workers):
     assert learned(order, workers) == pytest.approx(learned(range(30), 1), abs=1e-9)
 
 
+@settings(deadline=None)
+@given(st.lists(st.floats(-2, 2), min_size=2, max_size=2),
+       st.lists(st.tuples(st.floats(-4, 4), st.booleans(), st.sampled_from([1.0, 10.0])), min_size=1, max_size=20))
+def test_an_update_never_makes_what_it_learned_from_less_likely(start, rows):
+    """Also where the model was certain and wrong: there p (1 - p) is nothing, and a Newton step flies off."""
+    model = Logistic((0, 1), weights=list(start))
+
+    def loss() -> float:
+        return sum(weight * log_loss(model.probability((1.0, x)), correct) for x, correct, weight in rows)
+
+    before = loss()
+    for x, correct, weight in rows:
+        model.learn((1.0, x), correct, weight)
+    model.update(model.take())
+    assert loss() <= before + 1e-9
+
+
+def test_little_known_is_nearer_to_a_half():
+    model = Logistic((0, 1))
+    for _ in range(50):
+        for x, correct in (((1.0, 0.0), False), ((1.0, 0.1), False)):
+            model.learn(x, correct)
+        model.update(model.take())
+    seen, strange = (1.0, 0.0), (1.0, 4.0)
+    assert model.probability(strange) <= model.probability(seen) < model.moderated(seen)
+    assert model.moderated(seen) < model.moderated(strange) < 0.5
+
+
 def test_a_rare_outcome_counts_as_many_as_it_stands_for():
     once, often = Logistic((0,)), Logistic((0,))
     once.learn((1.0,), True, 10.0)
@@ -115,11 +145,15 @@ def test_damaged_weights_are_refused(state):
 
 # Gate
 
+def seen(correct: bool, candidate: bool, tokens: int = 100, weight: float = 1.0) -> Outcome:
+    return Outcome(tokens, correct, weight, 0.01 if candidate else 0.9, 1.0, 0.1)
+
+
 def right_gate(**changes) -> Gate:
     gate = Gate(Settings(**changes))
     for index in range(1000):
         wrong = index % 2 == 0
-        gate.learn(Outcome(100, not wrong, 1.0, True if wrong else None, 0.1))
+        gate.learn(seen(not wrong, candidate=wrong))
     return gate
 
 
@@ -129,12 +163,12 @@ def test_the_gate_opens_where_the_score_knows():
 
 @pytest.mark.parametrize(("spoil", "why"), [
     (lambda gate: setattr(gate, "outcomes", 499), "too few outcomes"),
-    (lambda gate: gate.falses.extend([True] * 5), "false cuts"),
-    (lambda gate: gate.falses.clear(), "false cuts"),
+    (lambda gate: gate.falses[0].extend([(1.0, True)] * 5), "false cuts"),
+    (lambda gate: gate.falses[0].clear(), "false cuts"),
     (lambda gate: setattr(gate, "evidence", 2.9), "no better than length"),
-    (lambda gate: gate.lost.extend([(100, 1.0, True)] * 50), "correct responses lost"),
-    # 15 of 500 are few, but they are the longest
-    (lambda gate: gate.lost.extend([(9999, 1.0, True)] * 15), "correct responses lost"),
+    (lambda gate: gate.lost.extend([(100, 1.0, 0.01)] * 50), "correct responses lost"),
+    # 15 of 515 are few, but they are the longest
+    (lambda gate: gate.lost.extend([(9999, 1.0, 0.01)] * 15), "correct responses lost"),
 ])
 def test_any_of_four_conditions_shuts_it(spoil, why):
     gate = right_gate()
@@ -146,7 +180,7 @@ def test_a_low_base_rate_permits_no_more():
     """6 % of the responses are right and all are candidates: few cuts would be false, and all lessons lost."""
     gate = Gate(Settings())
     for index in range(1000):
-        gate.learn(Outcome(100, index % 16 == 0, 1.0, True, 0.1))
+        gate.learn(seen(index % 16 == 0, candidate=True))
     assert gate.false_bound() < gate.settings.max_false_rate and gate.why_shut() == "correct responses lost"
 
 
@@ -156,11 +190,11 @@ def test_what_is_short_by_nature_shortens_nothing(tokens, rows):
     """Candidates as long as the others: nothing moves. And it never says more than what happens."""
     gate = Gate(Settings())
     for _, candidate in rows:
-        gate.learn(Outcome(tokens, True, 1.0, candidate or None, 0.1))
+        gate.learn(seen(True, candidate, tokens))
     assert gate.shortening() <= 1e-9
     gate = Gate(Settings())
     for length, candidate in rows:
-        gate.learn(Outcome(length, True, 1.0, candidate or None, 0.1))
+        gate.learn(seen(True, candidate, length))
     kept = [length for length, candidate in rows if not candidate]
     if kept:
         real = 1 - (sum(kept) / len(kept)) / (sum(length for length, _ in rows) / len(rows))
@@ -173,49 +207,104 @@ def test_long_right_answers_among_candidates_shut_the_gate(longer, weight, why):
     """Two of 500 right responses are candidates: too few to be missed by their number."""
     gate = Gate(Settings())
     for index in range(1000):
-        gate.learn(Outcome(100, False, 1.0, True if index % 20 == 0 else None, 0.1))
-    for index in range(LOST_WINDOW):
+        gate.learn(seen(False, index % 20 == 0))
+    for index in range(500):
         spared = index % 250 == 0
-        gate.learn(Outcome(100 * longer, True, weight, False, 0.1) if spared else Outcome(100, True, 1.0, None, 0.1))
+        gate.learn(seen(True, spared, 100 * longer if spared else 100, weight if spared else 1.0))
     assert gate.why_shut() == why
 
 
 @pytest.mark.parametrize("right, why", [(0, "correct responses lost"), (40, "correct responses lost"),
-                                        (LOST_WINDOW, "")])
+                                        (500, "")])
 def test_who_has_seen_few_right_responses_does_not_know_what_is_lost(right, why):
     """None of them was a candidate. Four in a tenth of the lengths do not prove that at most one of ten is."""
     gate = Gate(Settings())
     for index in range(1000):
-        gate.learn(Outcome(100, False, 1.0, True if index % 20 == 0 else None, 0.1))
+        gate.learn(seen(False, index % 20 == 0))
     for index in range(right):
-        gate.learn(Outcome(100 + index, True, 1.0, None, 0.1))
+        gate.learn(seen(True, False, 100 + index))
     assert gate.why_shut() == why
+
+
+def test_limits_are_proven_one_after_the_other():
+    """Right responses between the first and the second limit stop the second one, whatever the third says."""
+    gate = right_gate()
+    assert gate.rungs() == len(RUNGS)
+    low, middle, _ = gate.settings.limits
+    for _ in range(10):
+        gate.learn(Outcome(100, True, 1.0, (low + middle) / 2, 1.0, 0.1))
+        gate.lost.pop()  # that so many would be lost is another reason
+    gate.falses[2].extend([(1.0, False)] * gate.settings.candidates)
+    assert gate.why_shut(0) == "" and gate.why_shut(1) == "false cuts" and gate.why_shut(2) == "" and gate.rungs() == 1
+
+
+@given(st.floats(1e-6, 0.5))
+def test_no_limit_is_beyond_a_half(cut_below):
+    limits = Settings(cut_below=cut_below).limits
+    assert list(limits) == sorted(limits) and limits[0] == cut_below and limits[-1] <= 0.5
 
 
 # The rule
 
 def rule(settings_: Settings = OPEN, seed: int = 0, **gate) -> Verdicts:
     made = Verdicts(settings_, random.Random(seed))
-    made.model.weights[0] = -3.0  # everybody is a candidate
-    made.open = gate.get("open", True)
+    made.model.weights[0] = -12.0  # everybody is a candidate
+    made.rungs = int(gate.get("open", True))
     return made
 
 
 @settings(deadline=None)
 @given(st.integers(1, 12), st.lists(st.sets(st.integers(0, 11)), max_size=12), st.integers(0, 99), st.booleans())
-def test_at_most_half_of_a_group_is_cut_and_nobody_is_decided_twice(size, boundaries, seed, is_open):
+def test_at_most_half_of_a_group_is_cut_and_one_coin_is_tossed_at_most(size, boundaries, seed, is_open):
     verdicts, decided = rule(seed=seed, open=is_open), {}
     verdicts.watch("g", size)
     for boundary in boundaries:
         running = {member: a_look() for member in boundary
                    if member < size and not (member in decided and decided[member].what == CUT)}
         new = verdicts.look("g", running)
-        assert not set(new) & set(decided)
+        assert not set(new) & {member for member, decision in decided.items() if decision.what != WATCH}
         decided |= new
     cut = [decision for decision in decided.values() if decision.what == CUT]
     assert len(cut) <= size / 2 and (is_open or not cut)
     assert all(0 < decision.keep_probability <= 1 for decision in decided.values())
     assert all(decision.keep_probability == 1 for decision in decided.values() if decision.what == WATCH)
+
+
+def test_what_a_group_shows_is_told_when_all_of_it_is_known():
+    """Short members end first: a gate that heard of them alone would think that nothing long is ever right."""
+    verdicts = rule(open=False)
+    verdicts.watch("g", 2)
+    verdicts.ended("g", 0, 10, False)
+    assert verdicts.take().outcomes == []
+    verdicts.ended("g", 1, 500, True)
+    verdicts.close("g")
+    assert [outcome.tokens for outcome in verdicts.take().outcomes] == [10, 500]
+
+
+def test_a_coin_can_still_be_tossed_when_the_gate_opens():
+    verdicts = rule(Settings(audit=1e-9), open=False)
+    verdicts.watch("g", 4)
+    assert verdicts.look("g", {0: a_look()})[0].what == WATCH and verdicts.look("g", {0: a_look()}) == {}
+    verdicts.rungs = 1
+    assert verdicts.look("g", {0: a_look()})[0].what == CUT and verdicts.look("g", {0: a_look()}) == {}
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_on_average_a_coin_teaches_what_all_outcomes_would(correct):
+    """Cut: the prediction. Spared, one of four times: the prediction and four times what was wrong with it."""
+    def gradient(what: str) -> list[float]:
+        verdicts = rule(Settings(audit=0.25, max_fraction=1.0))
+        verdicts.watch("g", 1)
+        verdicts._rng.random = lambda: 0.0 if what == AUDIT else 1.0
+        if what == WATCH:
+            verdicts.rungs = 0
+        assert verdicts.look("g", {0: a_look()})[0].what == what
+        if what != CUT:
+            verdicts.ended("g", 0, 100, correct)
+        return verdicts.take().model.gradient
+
+    mean = [0.75 * cut + 0.25 * spared for cut, spared in zip(gradient(CUT), gradient(AUDIT), strict=True)]
+    assert mean == pytest.approx(gradient(WATCH))
 
 
 def test_only_the_newest_of_several_looks_decides_and_all_are_learned_from():
@@ -271,6 +360,7 @@ def learned_rule() -> Verdicts:
         for member in range(2):
             verdicts.look(str(group), {member: a_look(100 + group, 0.1 * (1 + member))})
             verdicts.ended(str(group), member, 100 + group, bool(member))
+        verdicts.close(str(group))
     return verdicts
 
 
@@ -286,8 +376,9 @@ def test_lessons_and_state_travel_as_json():
 
 @pytest.mark.parametrize("spoil", [
     lambda state: state.pop("gate"), lambda state: state.update(model=[[1.0], []]),
-    lambda state: state["gate"].update(evidence=math.nan), lambda state: state["gate"].update(lost=[[1, 0.0, True]]),
-    lambda state: state["settings"].update(cut_below=0.5), lambda state: state.update(state_version=0),
+    lambda state: state["gate"].update(evidence=math.nan), lambda state: state["gate"].update(lost=[[1, 0.0, 0.5]]),
+    lambda state: state["settings"].update(cut_below=0.5), lambda state: state.update(state_version=1),
+    lambda state: state["gate"].update(falses=[[]]), lambda state: state["gate"]["falses"][0].append([0.0, True]),
 ])
 def test_a_damaged_state_changes_nothing(spoil):
     verdicts = learned_rule()
@@ -316,6 +407,19 @@ def test_recorded_search_saves_what_loops_alone_do_not(records):
     assert ours["tokens_saved"] > 2 * loops["tokens_saved"] and ours["makespan_saved"] > 2 * loops["makespan_saved"]
     assert ours["false_rate"] <= bench.ALLOWED_FALSE and ours["correct_lost"] <= Settings().max_correct_lost
     assert max(ours["correct_lost_by_length"]) <= Settings().max_lost_of_length
+
+
+@pytest.mark.parametrize("order", [10, 14])
+def test_the_order_of_the_groups_is_no_reason_to_save_nothing(records, order):
+    """In the first one steps of the model once grew beyond all measure, and nothing was ever cut."""
+    cap, groups = records["search"]
+    groups = [[replace(row) for row in group] for group in groups]
+    random.Random(order).shuffle(groups)
+    for number, group in enumerate(groups):
+        for row in group:
+            row.group = number
+    ours = replayed((cap, groups))
+    assert ours["later"]["tokens_saved"] > 0.12 and ours["later"]["false_rate"] <= 2 * bench.ALLOWED_FALSE
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -382,9 +486,11 @@ def test_the_real_model_is_held_out_and_its_score_knows_more_than_length():
     assert ours[""] > length[""] and ours["lcm"] > length["lcm"]
 
 
-def test_right_responses_of_the_real_model_are_not_lost():
+@pytest.mark.parametrize("cut_below", [0.1, 0.125, 0.15])
+def test_right_responses_of_the_real_model_are_not_lost(cut_below):
     """One of five is right: when 500 outcomes were seen, fewer than a hundred of them tell what would be lost."""
     cap, groups = bench.load(bench.RESULTS / "groups_pretrained.json.gz")
-    chosen = Settings(cut_below=0.15)
+    chosen = Settings(cut_below=cut_below)
     ours = bench.Replay(groups, bench.ARMS["learned"], 3, bench.fixed(cap), chosen).run().result()
     assert ours["correct_lost"] <= chosen.max_correct_lost
+    assert max(ours["correct_lost_by_length"]) <= chosen.max_lost_of_length

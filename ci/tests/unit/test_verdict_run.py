@@ -17,8 +17,9 @@ from esgrpo import config, records
 from esgrpo.algo import rollout
 from esgrpo.algo.looks import LOOKS_IN_BUDGET, Looks, distance
 from esgrpo.algo.segments import CONTINUE, SegmentBook
-from esgrpo.algo.verdict import Lessons, Settings, VerdictPool, Verdicts, verdicts_of
+from esgrpo.algo.verdict import Lessons, VerdictPool, Verdicts, verdicts_of
 from esgrpo.algo.verdict_features import READ_TOKENS, Look
+from esgrpo.algo.verdict_gate import Settings
 from esgrpo.errors import ConfigError
 from esgrpo.hooks.verl.groups import audit_pool, rollout_driver
 
@@ -129,6 +130,7 @@ def test_what_is_seen_while_the_pool_answers_is_not_lost():
     verdicts.watch("late", 1)
     verdicts.look("late", {0: Look(100, 0.1, 0.1, 1.0, 1.0, 0.0, 0.0)})
     verdicts.ended("late", 0, 100, True)
+    verdicts.close("late")
     verdicts.adopt(json.loads(json.dumps(state)))
     lessons = verdicts.take()
     assert verdicts.model.weights == pool.verdicts.model.weights and len(lessons.outcomes) == 1
@@ -209,7 +211,7 @@ async def scene(open_gate: bool, fails: int = 0):
     driver, server = rollout_driver.Driver(0, BUDGET, Pool()), Server(fails)
     await until(lambda: not driver._tasks)
     verdicts = driver.runs.rules.pruner.verdicts
-    verdicts.model.weights[0], verdicts.open = -3.0, open_gate
+    verdicts.model.weights[0], verdicts.rungs = -9.0, int(open_gate)
     seats = [seat_of(driver, size=2) for _ in range(2)]
     for seat in seats:
         seat.placed("r", server)

@@ -17,6 +17,10 @@ FEATURES = ("constant", "log tokens", "mean surprisal", "recent surprisal", "sur
             "distinct 4-grams", "novel 4-grams", "4-grams shared with siblings", "newest of them shared",
             "finished share", "siblings' logit", "doublings over the median finished length", "loop",
             "log tokens x 4-grams shared", "recent surprisal squared")
+# "newest of them shared" times each other one: what a new text means depends on whether siblings write it, too
+LATEST = FEATURES.index("newest of them shared")
+CROSSED = tuple(range(1, FEATURES.index("loop") + 1))
+FEATURES += tuple(f"newest shared x {FEATURES[column]}" for column in CROSSED)
 LENGTH_FEATURES = (0, 1, 11)  # what a score by length alone may see
 SIBLING_FEATURES = (0, 9, 10)
 READ_TOKENS = 24  # newest tokens that a look reads; older ones since the last look stay unread
@@ -117,10 +121,11 @@ def vector(look: Look, siblings: Siblings) -> tuple[float, ...]:
     finished = len(siblings.lengths)
     wrong = finished - siblings.right
     doublings = math.log2(max(look.tokens, 1) / max(median(siblings.lengths), 1)) if finished else 0.0
-    return tuple(map(_bounded, (
+    row = tuple(map(_bounded, (
         1.0, length, mean, recent,
         mean - sum(others) / len(others) if others else 0.0, look.distinct, look.novel, look.shared,
         look.recently, finished / max(siblings.size, 1),
         math.log((siblings.right + PRIOR_ANSWERS) / (wrong + PRIOR_ANSWERS)),
         max(doublings, 0.0), float(look.novel <= 0.0),
         length * look.shared, recent * recent / LARGEST)))
+    return row + tuple([_bounded(row[LATEST] * row[column]) for column in CROSSED])

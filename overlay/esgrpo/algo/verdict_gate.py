@@ -1,0 +1,184 @@
+"""When early verdicts may cut: the gate, on outcomes of this run alone.
+
+The limit is the highest of RUNGS times `cut_below` up to which the gate is open, one rung after the other. It is open
+while all of this holds:
+ 1. enough responses were seen to their end;
+ 2. of the last candidates whose outcome was seen, few were right: the upper end of a Wilson interval is within the bar;
+ 3. the score says more than the length does: the sum of log-likelihood ratios of what was seen, predicted before it was
+    learned, old ones counting less, is above log(OPENS_AT). Each is a ratio of two predictions of one outcome;
+ 4. few of the correct responses would be lost, of all and in every tenth of their lengths, by the upper ends. At a
+    reward of 6 % "5 % of the cuts are false" would permit to cut nearly everything;
+ 5. the correct responses that are left are not shorter than all of them (`Gate.shortening`): else cutting would teach
+    that short answers are the right ones.
+
+The gate hears of a response when its group is closed: those that end early are short, and say nothing of the long
+ones. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from esgrpo.algo.audit import wilson_upper
+
+OPENS_AT = 20.0  # likelihood ratio against length alone
+EVIDENCE_WINDOW = 500.0  # responses after which an old ratio counts 1/e
+DECILES = 10
+LOST_WINDOW = 1500  # correct responses that their lost share is estimated from: one that a coin of 0.1 spared is, in a
+# tenth of them, not enough to shut the gate
+RUNGS = (1.0, 1.5, 2.0)  # of `cut_below`: limits that are proven one after the other
+HIGHEST_LIMIT = 0.5  # beyond it a response is rather right than wrong
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Defaults as measured by bench.verdict."""
+
+    cut_below: float = 0.10  # probability of ending correct at which a response is a candidate; see RUNGS
+    audit: float = 0.10  # probability that a candidate of the open gate runs to its end
+    max_fraction: float = 0.5  # of a group
+    min_outcomes: int = 500  # responses seen to their end before anything is cut
+    min_candidates: int = 20  # with a known outcome, before anything is cut
+    candidates: int = 40  # newest candidates with a known outcome that the false rate is estimated from
+    z: float = 1.0  # of the Wilson intervals, standard deviations
+    max_false_rate: float = 0.15  # largest upper bound of the share of cuts that are false
+    max_correct_lost: float = 0.05  # share of the correct responses that may be candidates, by its upper bound
+    max_lost_of_length: float = 0.10  # of those in a tenth of their lengths
+    max_shortening: float = 0.05  # share by which cutting may shorten the mean correct response, by its lower bound
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """What a probability may have to be below, lowest first."""
+        return tuple(min(self.cut_below * rung, HIGHEST_LIMIT) for rung in RUNGS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A response seen to its end."""
+
+    tokens: int
+    correct: bool
+    weight: float
+    lowest: float  # probability at its looks: it is a candidate of every limit above
+    share: float  # what it counts among candidates: 1; the coin's probability if none was tossed and others were cut
+    ratio: float  # log-likelihood of the model over that of length alone, nats
+
+
+@dataclass
+class Gate:
+    """Invariant: shut before `min_outcomes`, and at a limit at which one of the conditions fails."""
+
+    settings: Settings
+    outcomes: int = 0
+    evidence: float = 0.0
+    falses: list[deque[tuple[float, bool]]] = field(init=False)  # of each limit, its newest candidates: share, correct
+    lost: deque[tuple[int, float, float]] = field(init=False)  # correct responses: tokens, weight, lowest probability
+
+    def __post_init__(self):
+        self.falses = [deque(maxlen=self.settings.candidates) for _ in RUNGS]
+        self.lost = deque(maxlen=LOST_WINDOW)
+
+    def learn(self, outcome: Outcome) -> None:
+        self.outcomes += 1
+        self.evidence = (1.0 - 1.0 / EVIDENCE_WINDOW) * self.evidence + outcome.weight * outcome.ratio
+        for limit, falses in zip(self.settings.limits, self.falses, strict=True):
+            if outcome.lowest < limit:
+                falses.append((outcome.share, outcome.correct))
+        if outcome.correct:
+            self.lost.append((outcome.tokens, outcome.weight, outcome.lowest))
+
+    def false_rate(self, rung: int = 0) -> float:
+        falses = self.falses[rung]
+        return sum(share for share, false in falses if false) / sum(share for share, _ in falses) if falses else 0.0
+
+    def false_bound(self, rung: int = 0) -> float:
+        return self._at_most(self.falses[rung])
+
+    def lost_shares(self, rung: int = 0) -> list[float]:
+        """Share of correct responses that are candidates, at most: of all, and in each tenth of their lengths.
+
+        Upper ends of Wilson intervals, 1 of none: who has seen few correct responses does not know what would be lost.
+        An outcome that was seen by a coin stands for 1/pi of them.
+        """
+        rows = [(weight, candidate) for _, weight, candidate in sorted(self._lost_at(rung))]
+        tenths = [rows[len(rows) * i // DECILES:len(rows) * (i + 1) // DECILES] for i in range(DECILES)]
+        return [self._at_most(part) for part in (rows, *tenths)]
+
+    def shortening(self, rung: int = 0) -> float:
+        """Share by which cutting all candidates shortens the mean correct response, at least.
+
+        The control are those that the coin spared, each for 1/pi, or all candidates while nothing is cut.
+
+        Cutting moves the mean of x from D + m to m, where m is that of no candidates and D the mean over all of
+        (x - m, for a candidate, else 0); its standard error is that of a weighted mean.
+        """
+        rows = self._lost_at(rung)
+        kept = [tokens for tokens, _, candidate in rows if not candidate]
+        total = sum(weight for _, weight, _ in rows)
+        if not kept or not total:
+            return 0.0
+        mean = sum(kept) / len(kept)
+        moves = [(weight / total, (tokens - mean) * candidate) for tokens, weight, candidate in rows]
+        move = sum(share * value for share, value in moves)
+        error = math.sqrt(sum((share * (value - move)) ** 2 for share, value in moves))
+        return (move - self.settings.z * error) / (mean + move)
+
+    def _lost_at(self, rung: int) -> list[tuple[int, float, bool]]:
+        limit = self.settings.limits[rung]
+        return [(tokens, weight, lowest < limit) for tokens, weight, lowest in self.lost]
+
+    def _at_most(self, rows: Collection[tuple[float, bool]]) -> float:
+        """Upper end of the share of rows (weight, event) with the event; as of so many equal rows as carry the same
+        information (Kish)."""
+        total = sum(weight for weight, _ in rows)
+        if not total:
+            return 1.0
+        share = sum(weight for weight, event in rows if event) / total
+        effective = total * total / sum(weight * weight for weight, _ in rows)
+        return wilson_upper(share * effective, effective, self.settings.z)
+
+    def why_shut(self, rung: int = 0) -> str:
+        """Empty while it is open up to that limit, else the first condition that fails."""
+        limits = self.settings
+        if self.outcomes < limits.min_outcomes:
+            return "too few outcomes"
+        if len(self.falses[rung]) < limits.min_candidates or self.false_bound(rung) > limits.max_false_rate:
+            return "false cuts"
+        if self.evidence <= math.log(OPENS_AT):
+            return "no better than length"
+        share, *tenths = self.lost_shares(rung)
+        if share > limits.max_correct_lost or max(tenths) > limits.max_lost_of_length:
+            return "correct responses lost"
+        if self.shortening(rung) > limits.max_shortening:
+            return "short answers favoured"
+        return ""
+
+    def rungs(self) -> int:
+        """How many limits are proven, from the lowest on: each is only asked about after the one below it, so that more
+        limits are no more chances to be open by luck."""
+        return next((rung for rung in range(len(RUNGS)) if self.why_shut(rung)), len(RUNGS))
+
+    def to_state(self) -> dict:
+        return {"outcomes": self.outcomes, "evidence": self.evidence,
+                "falses": [[list(entry) for entry in falses] for falses in self.falses],
+                "lost": [list(entry) for entry in self.lost]}
+
+    def restore(self, state: Mapping) -> None:
+        """Raises ValueError when it is damaged."""
+        try:
+            outcomes, evidence = int(state["outcomes"]), float(state["evidence"])
+            falses = [[(float(share), bool(false)) for share, false in rung] for rung in state["falses"]]
+            lost = [(int(tokens), float(weight), float(lowest)) for tokens, weight, lowest in state["lost"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+        possible = (all(weight >= 1 and math.isfinite(weight) and 0 <= lowest <= 1 for _, weight, lowest in lost)
+                    and len(falses) == len(RUNGS) and all(0 < share <= 1 for rung in falses for share, _ in rung))
+        if outcomes < 0 or not math.isfinite(evidence) or not possible:
+            raise ValueError("a gate that no outcomes give")
+        self.outcomes, self.evidence = outcomes, evidence
+        for mine, found in zip((self.lost, *self.falses), (lost, *falses), strict=True):
+            mine.clear()
+            mine.extend(found)
