@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from esgrpo.algo import decisions
+from esgrpo.algo import books, decisions
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
 from esgrpo.algo.terms import Outcome
 from esgrpo.records import read
@@ -42,6 +42,7 @@ class Result:
     responses: int
     bubble: dict[str, float]
     balance: dict[str, int]
+    gradient_groups: int  # trained groups that have a gradient
     decoded: int
     effective_per_s: float  # and device
     effective_later: float  # in the later half of the budget, of all devices
@@ -134,7 +135,8 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
     end = min(arm["ended"], ready + arm["budget_s"]) if arm["budget_s"] else arm["ended"]
     responses = [r for r in read(str(run_dir), "responses") if ready <= r["time"] <= end]
     rows = runs.with_fates(run_dir, ready, end)
-    balance = token_balance(runs.settled(rows))
+    settled = runs.settled(rows)
+    balance = token_balance(settled)
     half = (ready + end) / 2
     later = token_balance(runs.settled(runs.with_fates(run_dir, half, end)))
     windows = [w for w in read(str(run_dir), "windows") if ready < w["start"] + w["seconds"] <= end]
@@ -154,7 +156,9 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         name=arm["name"], seconds=end - ready, evaluations=evaluations, target=target,
         time_to_target=reached, samples_to_target=None if reached is None else sum(
             r["time"] <= ready + reached for r in responses), steps=steps, responses=len(responses),
-        bubble=_windows(windows), balance=balance, decoded=sum(r["tokens"] for r in responses),
+        bubble=_windows(windows), balance=balance,
+        gradient_groups=len({books.response_of(r)[:-1] for r in settled if r["trained"] and r["gradient"]}),
+        decoded=sum(r["tokens"] for r in responses),
         effective_per_s=balance["trained"] / ((end - ready) * devices), effective_later=later["trained"] / (end - half),
         tail_ratio=tail_ratio(times),
         lengths=[r["tokens"] for r in responses],

@@ -125,8 +125,12 @@ def _parts() -> dict[str, str]:
     def end(arms: dict[str, dict], name: str) -> str:
         return f"{arms[name]['held-out reward, last']:.2f}"
 
+    def cost(name: str) -> str:
+        return " / ".join(f"{arms[name]['tokens per group with gradient']:,.0f}" for arms in (parts, left_out))
+
     controlled = next(name for name in left_out if name.startswith("all overlap"))
     return {"long": both("overlay"), "long_plain": both("plain"),
+            "long_cost": cost("overlay"), "long_cost_plain": cost("plain"),
             "long_times": " / ".join(times(arms, "overlay") for arms in (parts, left_out)),
             "long_loops": end(parts, "C loops"), "long_verdicts": end(parts, "C verdicts"),
             "long_no_loops": end(parts, "all without loops"), "long_no_sampler": end(left_out, "all without sampler"),

@@ -30,3 +30,20 @@ def test_the_last_optimiser_step_counts_although_verl_logs_it_with_the_next(tmp_
             file.write(json.dumps({"time": time, "run": "r", "restart": 0, "group": "g", "member": member, "step": step,
                                    "trained": True, "score": 1.0, "gradient": True}) + "\n")
     assert compare.load(tmp_path / "run", TARGET).steps == 3
+
+
+def test_what_a_group_with_gradient_costs_and_what_the_later_half_brings(tmp_path):
+    write_run(tmp_path / "run", [], [0.5, 0.5, 0.5])
+    run = json.loads((tmp_path / "run" / "arm.json").read_text())
+    begin, end = run["ready"], min(run["ended"], run["ready"] + (run["budget_s"] or run["ended"]))
+    folder, seconds = tmp_path / "run" / "esgrpo", end - begin
+    rows = [{"time": begin + part * seconds, "ended": begin + part * seconds, "started": begin, "run": "r", "restart": 0,
+             "group": group, "member": member, "tokens": tokens, "reprefill": 0, "outcome": "finish", "attempts": 1}
+            for group, part, tokens in (("a", 0.2, 10), ("b", 0.3, 30), ("c", 0.8, 50)) for member in (0, 1)]
+    (folder / "responses-node-1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "trained-node-1.jsonl").write_text("".join(
+        json.dumps({**row, "step": 1, "trained": True, "score": 1.0, "gradient": row["group"] != "b"}) + "\n"
+        for row in rows))
+    result = compare.load(tmp_path / "run", TARGET)
+    assert result.gradient_groups == 2 and result.balance["spent"] == 180 and result.balance["trained"] == 120
+    assert result.effective_later == pytest.approx(100 / (seconds / 2))
