@@ -37,8 +37,8 @@ class Looks:
         before, sum_before, rows_before = last.get(key, NOTHING)
         count, (summed, rows) = len(tokens), logprobs
         last[key] = count, summed, rows
-        recent = rows - rows_before
-        glance = [total, tokens[max(before, count - READ_TOKENS):], -summed / rows if rows else math.nan,
+        recent, oldest = rows - rows_before, count - READ_TOKENS
+        glance = [total, tokens[before if before > oldest else oldest:], -summed / rows if rows else math.nan,
                   (sum_before - summed) / recent if recent else math.nan]  # the fields of a Glance
         kept = self._kept.get(group)
         if kept is None:

@@ -37,7 +37,7 @@ class BoundaryWheel:
 
         Returns the step of the look.
         """
-        due = step + -(-max(1, tokens_left) // self._tokens_per_step)
+        due = step - (-tokens_left // self._tokens_per_step) if tokens_left > 0 else step + 1
         keys = self._looks.get(due)
         if keys is None:
             self._looks[due] = [key]
@@ -167,6 +167,7 @@ class SegmentBook:
         self._min_span = settings.prune.repetition.min_span
         self._decides, self._yields = settings.enable, settings.boundary == "yield"
         self.looks = Looks()
+        self._glance = self.looks.look
         verdict = settings.prune.verdict
         self._look_every = distance(verdict.check_interval, budget) if verdict.enable else 0
         self._loop = HELD_LOOP if settings.audited else LOOP  # the audit's coin is tossed where the response comes from
@@ -225,12 +226,14 @@ class SegmentBook:
 
     def _plan(self, key: Hashable, item: Tracked, count: int) -> None:
         """Appoint the next look of a response that has made `count` tokens in this attempt."""
-        look, boundary = item.next_repetition, item.next_boundary
+        if not self._decides:
+            return
+        look, boundary, verdict = item.next_repetition, item.next_boundary, item.next_verdict
+        if verdict is not None and (look is None or verdict < look):
+            look = verdict
         if boundary is not None and (look is None or boundary < look) and self._may_end_at_boundary(item):
             look = boundary
-        if item.next_verdict is not None and (look is None or item.next_verdict < look):
-            look = item.next_verdict
-        if look is not None and self._decides:
+        if look is not None:
             item.due = self._wheel.schedule(key, self.step, look - item.done_before - count)
 
     def advance(self) -> list[Hashable]:
@@ -261,9 +264,10 @@ class SegmentBook:
             if self.count_boundaries(item, count) and decision is GO_ON:
                 decision = self._at_boundary(item)
         if item.next_verdict is not None and total >= item.next_verdict:
-            item.next_verdict = next_multiple(total, self._look_every)
+            every = self._look_every
+            item.next_verdict = total - total % every + every  # next_multiple, without a call
             if decision is GO_ON:
-                self.looks.look(key, item.group, item.member, total, tokens, logprobs)
+                self._glance(key, item.group, item.member, total, tokens, logprobs)
         if decision is GO_ON:
             self._plan(key, item, count)
         return decision
