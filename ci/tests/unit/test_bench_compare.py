@@ -37,8 +37,9 @@ def test_what_a_group_with_gradient_costs_and_what_the_later_half_brings(tmp_pat
     run = json.loads((tmp_path / "run" / "arm.json").read_text())
     begin, end = run["ready"], min(run["ended"], run["ready"] + (run["budget_s"] or run["ended"]))
     folder, seconds = tmp_path / "run" / "esgrpo", end - begin
-    rows = [{"time": begin + part * seconds, "ended": begin + part * seconds, "started": begin, "run": "r", "restart": 0,
-             "group": group, "member": member, "tokens": tokens, "reprefill": 0, "outcome": "finish", "attempts": 1}
+    rows = [{"time": begin + part * seconds, "ended": begin + part * seconds, "started": begin, "run": "r",
+             "restart": 0, "group": group, "member": member, "tokens": tokens, "reprefill": 0,
+             "outcome": "finish", "attempts": 1}
             for group, part, tokens in (("a", 0.2, 10), ("b", 0.3, 30), ("c", 0.8, 50)) for member in (0, 1)]
     (folder / "responses-node-1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "trained-node-1.jsonl").write_text("".join(
