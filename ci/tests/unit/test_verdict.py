@@ -1,23 +1,18 @@
-"""Early verdicts: what a look sees, what the model learns of it, when the gate is open, and the recorded groups."""
+"""Early verdicts: what a look sees, what the model learns of it, and what is decided about a group."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import verdict as bench
-from bench.common import recorded_groups
-from bench.pretrained import record_groups
 from esgrpo.algo.verdict import AUDIT, CUT, WATCH, Lessons, Verdicts
 from esgrpo.algo.verdict_features import FEATURES, LARGEST, READ_TOKENS, Glance, Look, Siblings, Sketches, vector
-from esgrpo.algo.verdict_gate import RUNGS, Gate, Outcome, Settings
+from esgrpo.algo.verdict_gate import Settings
 from esgrpo.algo.verdict_model import Logistic, Sums, log_loss
 
 SIZE = len(FEATURES)
@@ -142,107 +137,6 @@ def test_a_rare_outcome_counts_as_many_as_it_stands_for():
 def test_damaged_weights_are_refused(state):
     with pytest.raises(ValueError):
         Logistic((0, 1, 2)).restore(state)
-
-
-# Gate
-
-def seen(correct: bool, candidate: bool, tokens: int = 100, weight: float = 1.0) -> Outcome:
-    return Outcome(tokens, correct, weight, 0.01 if candidate else 0.9, 1.0, 0.1)
-
-
-def right_gate(**changes) -> Gate:
-    gate = Gate(Settings(**changes))
-    for index in range(1000):
-        wrong = index % 2 == 0
-        gate.learn(seen(not wrong, candidate=wrong))
-    return gate
-
-
-def test_the_gate_opens_where_the_score_knows():
-    assert right_gate().why_shut() == ""
-
-
-@pytest.mark.parametrize(("spoil", "why"), [
-    (lambda gate: setattr(gate, "outcomes", 499), "too few outcomes"),
-    (lambda gate: gate.falses[0].extend([(1.0, True)] * 5), "false cuts"),
-    (lambda gate: gate.falses[0].clear(), "false cuts"),
-    (lambda gate: setattr(gate, "evidence", 2.9), "no better than length"),
-    (lambda gate: gate.lost.extend([(100, 1.0, 0.01)] * 50), "correct responses lost"),
-    # 15 of 515 are few, but they are the longest
-    (lambda gate: gate.lost.extend([(9999, 1.0, 0.01)] * 15), "correct responses lost"),
-])
-def test_any_of_four_conditions_shuts_it(spoil, why):
-    gate = right_gate()
-    spoil(gate)
-    assert gate.why_shut() == why
-
-
-def test_a_low_base_rate_permits_no_more():
-    """6 % of the responses are right and all are candidates: few cuts would be false, and all lessons lost."""
-    gate = Gate(Settings())
-    for index in range(1000):
-        gate.learn(seen(index % 16 == 0, candidate=True))
-    assert gate.false_bound() < gate.settings.max_false_rate and gate.why_shut() == "correct responses lost"
-
-
-@settings(deadline=None)
-@given(st.integers(1, 1000), st.lists(st.tuples(st.integers(1, 5000), st.booleans()), max_size=40))
-def test_what_is_short_by_nature_shortens_nothing(tokens, rows):
-    """Candidates as long as the others: nothing moves. And it never says more than what happens."""
-    gate = Gate(Settings())
-    for _, candidate in rows:
-        gate.learn(seen(True, candidate, tokens))
-    assert gate.shortening() <= 1e-9
-    gate = Gate(Settings())
-    for length, candidate in rows:
-        gate.learn(seen(True, candidate, length))
-    kept = [length for length, candidate in rows if not candidate]
-    if kept:
-        real = 1 - (sum(kept) / len(kept)) / (sum(length for length, _ in rows) / len(rows))
-        assert gate.shortening() <= real + 1e-9
-
-
-@pytest.mark.parametrize("longer, weight, why", [(1, 1.0, ""), (100, 1.0, "short answers favoured"),
-                                                 (100, 10.0, "correct responses lost")])
-def test_long_right_answers_among_candidates_shut_the_gate(longer, weight, why):
-    """Two of 500 right responses are candidates: too few to be missed by their number."""
-    gate = Gate(Settings())
-    for index in range(1000):
-        gate.learn(seen(False, index % 20 == 0))
-    for index in range(500):
-        spared = index % 250 == 0
-        gate.learn(seen(True, spared, 100 * longer if spared else 100, weight if spared else 1.0))
-    assert gate.why_shut() == why
-
-
-@pytest.mark.parametrize("right, why", [(0, "correct responses lost"), (40, "correct responses lost"),
-                                        (500, "")])
-def test_who_has_seen_few_right_responses_does_not_know_what_is_lost(right, why):
-    """None of them was a candidate. Four in a tenth of the lengths do not prove that at most one of ten is."""
-    gate = Gate(Settings())
-    for index in range(1000):
-        gate.learn(seen(False, index % 20 == 0))
-    for index in range(right):
-        gate.learn(seen(True, False, 100 + index))
-    assert gate.why_shut() == why
-
-
-def test_limits_are_proven_one_after_the_other():
-    """Right responses between the first and the second limit stop the second one, whatever the third says."""
-    gate = right_gate()
-    assert gate.rungs() == len(RUNGS)
-    low, middle, _ = gate.settings.limits
-    for _ in range(10):
-        gate.learn(Outcome(100, True, 1.0, (low + middle) / 2, 1.0, 0.1))
-        gate.lost.pop()  # that so many would be lost is another reason
-    gate.falses[2].extend([(1.0, False)] * gate.settings.candidates)
-    assert gate.why_shut(0) == "" and gate.why_shut(1) == "false cuts" and gate.why_shut(2) == "" and gate.rungs() == 1
-
-
-@given(st.floats(1e-6, 0.5))
-def test_no_limit_is_beyond_a_half(cut_below):
-    limits = Settings(cut_below=cut_below).limits
-    assert list(limits) == sorted(limits) and limits[0] == cut_below and limits[-1] <= 0.5
 
 
 # The rule
@@ -389,109 +283,3 @@ def test_a_damaged_state_changes_nothing(spoil):
     with pytest.raises(ValueError):
         verdicts.restore(state)
     assert verdicts.to_state() == before
-
-
-# The recorded groups
-
-@pytest.fixture(scope="module")
-def records():
-    return {name: bench.load(bench.RESULTS / f"groups_{name}.json.gz") for name in ("search", "learning")}
-
-
-def replayed(record, shuffled: bool = False, seed: int = 0, columns=bench.ARMS["learned"]) -> dict:
-    cap, groups = record
-    return bench.Replay(groups, columns, seed, bench.fixed(cap), Settings(), shuffled).run().result()
-
-
-def test_recorded_search_saves_what_loops_alone_do_not(records):
-    ours, loops = replayed(records["search"]), replayed(records["search"], columns=None)
-    assert ours["tokens_saved"] > 2 * loops["tokens_saved"] and ours["makespan_saved"] > 2 * loops["makespan_saved"]
-    assert ours["false_rate"] <= bench.ALLOWED_FALSE and ours["correct_lost"] <= Settings().max_correct_lost
-    assert max(ours["correct_lost_by_length"]) <= Settings().max_lost_of_length
-
-
-@pytest.mark.parametrize("order", [10, 14])
-def test_the_order_of_the_groups_is_no_reason_to_save_nothing(records, order):
-    """In the first one steps of the model once grew beyond all measure, and nothing was ever cut."""
-    cap, groups = records["search"]
-    groups = [[replace(row) for row in group] for group in groups]
-    random.Random(order).shuffle(groups)
-    for number, group in enumerate(groups):
-        for row in group:
-            row.group = number
-    ours = replayed((cap, groups))
-    assert ours["later"]["tokens_saved"] > 0.12 and ours["later"]["false_rate"] <= 2 * bench.ALLOWED_FALSE
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_false_cuts_stay_below_twice_the_bar_while_the_policy_learns(records, seed):
-    ours = replayed(records["learning"], seed=seed)
-    assert ours["cut_by_verdict"] and ours["worst_window"] < 2 * Settings().max_false_rate
-
-
-@pytest.mark.parametrize("name", ["search", "learning"])
-def test_recorded_groups_with_shuffled_outcomes_keep_the_gate_shut(records, name):
-    ours = replayed(records[name], shuffled=True)
-    assert ours["open"] == 0 and ours["cut_by_verdict"] == 0
-
-
-def test_what_is_written_is_read(tmp_path):
-    row = recorded_groups.response([1, 2], [-0.123, -1e9], True)
-    assert row == {"tokens": [1, 2], "surprisal": [12, recorded_groups.LARGEST], "correct": True}
-    path = tmp_path / "groups_x.json.gz"
-    recorded_groups.write(path, {"cap": 2}, [{"version": 0, "responses": [row]}])
-    assert recorded_groups.read(path)["groups"][0]["responses"] == [row]
-    recorded_groups.write(path, {}, [])
-    with pytest.raises(ValueError):
-        recorded_groups.read(path)
-
-
-def test_a_task_that_is_not_recorded_is_said_in_one_line(capsys):
-    assert bench.main(["--task", "none"]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-# Samples of a pre-trained model
-
-def kept_file(path):
-    sample = {"ids": [5, 6, 7], "logprobs": [-0.1, -0.2, 0.0], "reward": 1.0}
-    groups = [{"family": family, "samples": [sample, {**sample, "reward": 0.0}]} for family in "aabb"]
-    path.write_bytes(gzip.compress(json.dumps({"prompts": 2, "samples": 2, "cap": 64, "seed": 3, "split": "val",
-                                               "groups": groups}).encode()))
-    return path
-
-
-def test_kept_samples_become_a_record_in_which_families_take_turns(tmp_path):
-    out = tmp_path / "groups.json.gz"
-    arguments = [str(kept_file(tmp_path / "kept.json.gz")), "--model", "M", "--out", str(out)]
-    assert record_groups.main(arguments) == 0
-    record, first = recorded_groups.read(out), out.read_bytes()
-    assert [group["family"] for group in record["groups"]] == ["a", "b", "a", "b"] and record["cap"] == 64
-    assert record["groups"][0]["responses"] == [
-        {"tokens": [5, 6, 7], "surprisal": [10, 20, 0], "correct": correct} for correct in (True, False)]
-    assert record_groups.main(arguments) == 0 and out.read_bytes() == first
-
-
-def test_samples_without_log_probs_are_refused_in_one_line(tmp_path, capsys):
-    kept = tmp_path / "kept.json.gz"
-    kept.write_bytes(gzip.compress(json.dumps({"groups": [{"family": "a", "samples": [{"ids": [1]}]}]}).encode()))
-    assert record_groups.main([str(kept), "--model", "M", "--out", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert said.count(" | ") == 4 and "logprobs" in said and not (tmp_path / "out").exists()
-
-
-def test_the_real_model_is_held_out_and_its_score_knows_more_than_length():
-    cap, groups = bench.load(bench.RESULTS / "groups_pretrained.json.gz")
-    ours, length = (bench.skill(groups, bench.ARMS[arm], 0, cap) for arm in ("learned", "length"))
-    assert set(ours) == {"", "gcd", "chain_sum", "lcm", "prime_factorization"}
-    assert ours[""] > length[""] and ours["lcm"] > length["lcm"]
-
-
-@pytest.mark.parametrize("cut_below", [0.1, 0.125, 0.15])
-def test_right_responses_of_the_real_model_are_not_lost(cut_below):
-    """One of five is right: when 500 outcomes were seen, fewer than a hundred of them tell what would be lost."""
-    cap, groups = bench.load(bench.RESULTS / "groups_pretrained.json.gz")
-    chosen = Settings(cut_below=cut_below)
-    ours = bench.Replay(groups, bench.ARMS["learned"], 3, bench.fixed(cap), chosen).run().result()
-    assert ours["correct_lost"] <= chosen.max_correct_lost
-    assert max(ours["correct_lost_by_length"]) <= chosen.max_lost_of_length

@@ -1,0 +1,108 @@
+"""Early verdicts: when the gate is open, and up to which limit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esgrpo.algo.verdict_gate import RUNGS, Gate, Outcome, Settings
+
+
+def seen(correct: bool, candidate: bool, tokens: int = 100, weight: float = 1.0) -> Outcome:
+    return Outcome(tokens, correct, weight, 0.01 if candidate else 0.9, 1.0, 0.1)
+
+
+def right_gate(**changes) -> Gate:
+    gate = Gate(Settings(**changes))
+    for index in range(1000):
+        wrong = index % 2 == 0
+        gate.learn(seen(not wrong, candidate=wrong))
+    return gate
+
+
+def test_the_gate_opens_where_the_score_knows():
+    assert right_gate().why_shut() == ""
+
+
+@pytest.mark.parametrize(("spoil", "why"), [
+    (lambda gate: setattr(gate, "outcomes", 499), "too few outcomes"),
+    (lambda gate: gate.falses[0].extend([(1.0, True)] * 5), "false cuts"),
+    (lambda gate: gate.falses[0].clear(), "false cuts"),
+    (lambda gate: setattr(gate, "evidence", 2.9), "no better than length"),
+    (lambda gate: gate.lost.extend([(100, 1.0, 0.01)] * 50), "correct responses lost"),
+    # 15 of 515 are few, but they are the longest
+    (lambda gate: gate.lost.extend([(9999, 1.0, 0.01)] * 15), "correct responses lost"),
+])
+def test_any_of_four_conditions_shuts_it(spoil, why):
+    gate = right_gate()
+    spoil(gate)
+    assert gate.why_shut() == why
+
+
+def test_a_low_base_rate_permits_no_more():
+    """6 % of the responses are right and all are candidates: few cuts would be false, and all lessons lost."""
+    gate = Gate(Settings())
+    for index in range(1000):
+        gate.learn(seen(index % 16 == 0, candidate=True))
+    assert gate.false_bound() < gate.settings.max_false_rate and gate.why_shut() == "correct responses lost"
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1000), st.lists(st.tuples(st.integers(1, 5000), st.booleans()), max_size=40))
+def test_what_is_short_by_nature_shortens_nothing(tokens, rows):
+    """Candidates as long as the others: nothing moves. And it never says more than what happens."""
+    gate = Gate(Settings())
+    for _, candidate in rows:
+        gate.learn(seen(True, candidate, tokens))
+    assert gate.shortening() <= 1e-9
+    gate = Gate(Settings())
+    for length, candidate in rows:
+        gate.learn(seen(True, candidate, length))
+    kept = [length for length, candidate in rows if not candidate]
+    if kept:
+        real = 1 - (sum(kept) / len(kept)) / (sum(length for length, _ in rows) / len(rows))
+        assert gate.shortening() <= real + 1e-9
+
+
+@pytest.mark.parametrize("longer, weight, why", [(1, 1.0, ""), (100, 1.0, "short answers favoured"),
+                                                 (100, 10.0, "correct responses lost")])
+def test_long_right_answers_among_candidates_shut_the_gate(longer, weight, why):
+    """Two of 500 right responses are candidates: too few to be missed by their number."""
+    gate = Gate(Settings())
+    for index in range(1000):
+        gate.learn(seen(False, index % 20 == 0))
+    for index in range(500):
+        spared = index % 250 == 0
+        gate.learn(seen(True, spared, 100 * longer if spared else 100, weight if spared else 1.0))
+    assert gate.why_shut() == why
+
+
+@pytest.mark.parametrize("right, why", [(0, "correct responses lost"), (40, "correct responses lost"),
+                                        (500, "")])
+def test_who_has_seen_few_right_responses_does_not_know_what_is_lost(right, why):
+    """None of them was a candidate. Four in a tenth of the lengths do not prove that at most one of ten is."""
+    gate = Gate(Settings())
+    for index in range(1000):
+        gate.learn(seen(False, index % 20 == 0))
+    for index in range(right):
+        gate.learn(seen(True, False, 100 + index))
+    assert gate.why_shut() == why
+
+
+def test_limits_are_proven_one_after_the_other():
+    """Right responses between the first and the second limit stop the second one, whatever the third says."""
+    gate = right_gate()
+    assert gate.rungs() == len(RUNGS)
+    low, middle, _ = gate.settings.limits
+    for _ in range(10):
+        gate.learn(Outcome(100, True, 1.0, (low + middle) / 2, 1.0, 0.1))
+        gate.lost.pop()  # that so many would be lost is another reason
+    gate.falses[2].extend([(1.0, False)] * gate.settings.candidates)
+    assert gate.why_shut(0) == "" and gate.why_shut(1) == "false cuts" and gate.why_shut(2) == "" and gate.rungs() == 1
+
+
+@given(st.floats(1e-6, 0.5))
+def test_no_limit_is_beyond_a_half(cut_below):
+    limits = Settings(cut_below=cut_below).limits
+    assert list(limits) == sorted(limits) and limits[0] == cut_below and limits[-1] <= 0.5
