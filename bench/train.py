@@ -36,7 +36,7 @@ from bench.testbed.task import SCALES, TASKS
 
 WARM_HISTORY = "warm_history.json"  # in a run directory
 PLANNED = ("scale", "trainer", "algorithm", "cap", "segment", "group", "batch", "gpus", "learning_rate", "prompts",
-           "test_every", "validation")
+           "test_every", "validation", "micro_batch")
 
 
 def arm_of(options, text: str) -> arm_values.Arm:
@@ -91,6 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--segment", type=int, help=f"tokens; default: the scale's, of a given --cap 1/{SEGMENTS}")
     parser.add_argument("--group", type=int, default=8, help="responses of a prompt")
     parser.add_argument("--batch", type=int, default=8, help="prompts of an optimiser step")
+    parser.add_argument("--micro-batch", type=int, help="rows of the trainer's forward pass; default: the scale's")
     parser.add_argument("--gpus", default="1/1", help="TRAINER/ROLLOUT")
     parser.add_argument("--learning-rate", type=float, help="default: the scale's")
     parser.add_argument("--test-every", type=int, help="weight versions between evaluations; default: the scale's")
@@ -134,7 +135,8 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
         parser.error(f"--gpus {options.gpus}: wanted TRAINER/ROLLOUT, as in 1/1")
     options.gpus = int(gpus[1]), int(gpus[2])
     vars(options).update(vars(scales.plan(**{name: getattr(options, name) for name in PLANNED})))
-    for name in ("cap", "group", "batch", "prompts", "validation", "test_every", "budget", "learning_rate"):
+    for name in ("cap", "group", "batch", "prompts", "validation", "test_every", "budget", "learning_rate",
+                 "micro_batch"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted a number above 0")
     if options.group < 2:

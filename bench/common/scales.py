@@ -74,7 +74,7 @@ def plan(scale: str, **own) -> argparse.Namespace:
     cap, found = own.get("cap"), {
         "scale": scale, "trainer": "fully_async", "algorithm": "grpo", "cap": setting.cap, "group": 8, "batch": 8,
         "segment": setting.segment, "gpus": (1, 1), "learning_rate": setting.learning_rate, "prompts": PROMPTS,
-        "test_every": setting.test_every, "validation": setting.validation}
+        "test_every": setting.test_every, "validation": setting.validation, "micro_batch": setting.micro_batch}
     if cap is not None:
         found["segment"] = cap // SEGMENTS
     return argparse.Namespace(**{**found, **{name: value for name, value in own.items() if value is not None}})
@@ -103,8 +103,8 @@ def shared(options: argparse.Namespace, seed: int, data: Path, run_dir: Path, ar
         if options.scale == SMOLLM2 else []
     return [*(o.replace("RUN_DIR", str(run_dir)) for o in common), *setting.own, *limits,
             f"actor_rollout_ref.rollout.max_num_batched_tokens={setting.batched_tokens}",
-            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={setting.micro_batch}",
-            f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={setting.micro_batch}",
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={options.micro_batch}",
+            f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={options.micro_batch}",
             f"actor_rollout_ref.rollout.agent.num_workers={setting.workers}", f"reward.num_workers={setting.workers}",
             *algorithms.overrides(options.algorithm, options.cap, options.segment, filters(options))]
 
