@@ -26,6 +26,7 @@ BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 # five and six arms at once on two H200s, longer than TRAINING
 PARTS, LEFT_OUT = "train_h200_parts.json", "train_h200_left_out.json"
+PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
 ENGLISH, CHINESE = "en", "zh"
 DPI = 130
 
@@ -144,6 +145,23 @@ def _parts() -> dict[str, str]:
             "all_verdicts_cut": f"{left_out['all verdicts']['decisions: verdicts']:,}"}
 
 
+def _pretrained() -> dict[str, str]:
+    """Of the runs on a language model that was there before."""
+    pairs, cost = training_pairs((PRETRAINED,)), "tokens per group with gradient"
+
+    def useful(run: dict) -> float:
+        """Groups with a gradient a second."""
+        return run["decoded tokens/s"] / run[cost]
+
+    last = "held-out reward, last"
+    return {"real_pairs": str(len(pairs)), "real_effective": spread(pair.ratio("effective tokens/s") for pair in pairs),
+            "real_useful": spread(useful(pair.overlay) / useful(pair.plain) for pair in pairs),
+            "real_reward": spread(pair.overlay[last] for pair in pairs),
+            "real_reward_plain": spread(pair.plain[last] for pair in pairs),
+            "real_reprefill": spread((100 * pair.plain["waste reprefill"] for pair in pairs), 0),
+            "real_kept": spread((pair.overlay["requests kept per sync"] for pair in pairs), 0)}
+
+
 def _texts() -> dict:
     return compat.toml(Path(__file__).with_suffix(".toml"))
 
@@ -174,7 +192,7 @@ def numbers() -> dict[str, str]:
         "own_runs": str(len(_against("colocate_async", CARRIED))), "stale": _stale("es-grpo"),
         "stale_own": _stale("colocate_async"), "async": spread(_against("verl", ASYNC)),
         "async_runs": str(len(_against("verl", ASYNC))),
-        "simulated": _range(math_), "code": _range(code), **_parts(),
+        "simulated": _range(math_), "code": _range(code), **_parts(), **_pretrained(),
     }
 
 
