@@ -44,5 +44,5 @@ def main(directory: str, out: str | None = None, trace: str | None = None) -> in
     unknown = [record.name for record in content.unknown]
     odd = f", unknown shape: {', '.join(unknown)}" if unknown else ""
     show(f"esgrpo: {path} and {path.with_suffix('.md').name}: {len(records)} records, "
-         f"{len(content.missing)} kinds of evidence not run{odd}")
+         f"not run: {len(content.missing)} kind(s) of evidence{odd}")
     return 0
