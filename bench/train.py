@@ -83,6 +83,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                              f"values: {', '.join(f'{name}=...' for name in arm_values.VALUES)}")
     parser.add_argument("--seeds", default="1,2")
     parser.add_argument("--budget", type=float, default=240.0, help="wall seconds per run after start-up")
+    parser.add_argument("--stop", type=Path, help="runs that train end as soon as this file exists, whatever is left of the "
+                                                  "budget: for a machine that has to be given back")
     parser.add_argument("--scale", choices=SCALES, default="large", help="of the testbed")
     parser.add_argument("--task", help=f"testbed: {', '.join(TASKS)}; {SMOLLM2}: {', '.join(FAMILIES)}")
     parser.add_argument("--trainer", choices=arm_values.TRAINERS, default="fully_async")
@@ -130,6 +132,9 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
         parser.error(f"--task {options.task}: wanted one of {', '.join(known)}")
     options.targets = compare.targets_of(options.scale)
     options.target = compare.target_of(parser, options.task, options.target, options.scale)
+    options.stop = options.stop and options.stop.resolve()
+    if options.stop and options.stop.exists():
+        parser.error(f"--stop {options.stop}: it exists already, every run would end at once; remove it first")
     gpus = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", options.gpus)
     if gpus is None:
         parser.error(f"--gpus {options.gpus}: wanted TRAINER/ROLLOUT, as in 1/1")
@@ -220,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
                                            f"alone; see the files {options.out}/together-*.log")
                     found[name][seed], curves[name][seed] = training.run_one(
                         f"{name} seed {seed}", lines, run_dir, options.budget, options.target,
-                        targets=options.targets, brought=brought,
+                        targets=options.targets, brought=brought, stop=options.stop,
                         main=stack.FULLY_ASYNC if options.trainer == "fully_async" else stack.MAIN_PPO)
                 except RuntimeError as error:  # the others still count; the exit code tells
                     failed.append(str(error))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,8 +150,9 @@ def _progress(arm: Arm, budget_s: float | None) -> str:
 
 
 def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget_s: float | None = None,
-        main: str = stack.FULLY_ASYNC, environment: dict[str, str] | None = None, say=print) -> Arm:
-    """Run an arm to its end, or for `budget_s` seconds after it is ready.
+        main: str = stack.FULLY_ASYNC, environment: dict[str, str] | None = None, stop: Path | None = None,
+        say=print) -> Arm:
+    """Run an arm to its end, or for `budget_s` seconds after it is ready, or until it is ready and file `stop` exists.
 
     Raises RuntimeError with the cause when it ends with an error; nothing of it is left running in any case.
     """
@@ -160,12 +162,16 @@ def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget
     variables = {**stack.environment(str(overlay)), **(environment or {}), MARKER: marker,
                  "VERL_FILE_LOGGER_PATH": str(metrics), "ESGRPO_RUN_DIR": str(run_dir)}
     arm = Arm(name, run_dir, started=time.time())
+
+    def over() -> bool:
+        return bool(budget_s and time.time() - arm.ready >= budget_s or stop and stop.exists())
+
     with open(log, "wb") as output:
         process = subprocess.Popen(stack.command(main, overrides), env=variables, stdout=output,
                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
                                    cwd=run_dir)
         try:
-            _watch(arm, process, marker, _Tail(log), _Tail(metrics), budget_s, say)
+            _watch(arm, process, marker, _Tail(log), _Tail(metrics), over, lambda: say(_progress(arm, budget_s)))
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -187,7 +193,9 @@ def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget
     return arm
 
 
-def _watch(arm: Arm, process, marker: str, log: _Tail, metrics: _Tail, budget_s: float | None, say) -> None:
+def _watch(arm: Arm, process, marker: str, log: _Tail, metrics: _Tail, over: Callable[[], bool],
+           show: Callable[[], None]) -> None:
+    """Until the process has ended, or it is ready and `over`."""
     next_progress, at_ready = 0.0, {}
     while True:
         ended = process.poll() is not None
@@ -197,12 +205,12 @@ def _watch(arm: Arm, process, marker: str, log: _Tail, metrics: _Tail, budget_s:
         if ended:
             return
         if time.monotonic() >= next_progress:
-            say(_progress(arm, budget_s))
+            show()
             arm.peak_bytes = max(arm.peak_bytes, memory_bytes(marker))
             next_progress = time.monotonic() + PROGRESS_PERIOD_S
         if arm.ready is None and time.time() - arm.started > STARTUP_LIMIT_S:
             raise RuntimeError(f"{arm.name}: not ready after {STARTUP_LIMIT_S:.0f} s (log: {log.path})")
-        if budget_s and arm.ready and time.time() - arm.ready >= budget_s:
+        if arm.ready and over():
             arm.stopped_at_budget, arm.cpu_s = True, _cpu_by_name(at_ready, cpu_seconds(marker))
             return
         time.sleep(0.5)

@@ -1,4 +1,5 @@
-"""CPU seconds of an arm's processes: only its own, by the name that Ray or vLLM gives them, since it was ready."""
+"""An arm's end, and the CPU seconds of its processes: only its own, by the name that Ray or vLLM gives them, since it
+was ready."""
 
 import os
 import subprocess
@@ -67,3 +68,14 @@ def test_memory_is_that_of_the_arms_own_processes(tmp_path):
         assert arm.memory_bytes(marker) > megabytes << 20 and arm.memory_bytes("of-nobody") == 0
         child.communicate(b"\n")
     assert arm.memory_bytes(marker) == 0
+
+
+@pytest.mark.parametrize("line", [arm.READY[0], "nothing of the kind"])
+def test_a_file_ends_a_run_that_is_ready_whatever_is_left_of_its_budget(tmp_path, monkeypatch, line):
+    stop, ready = tmp_path / "stop", line == arm.READY[0]
+    monkeypatch.setattr(arm.stack, "command", lambda main, overrides: [
+        sys.executable, "-c", f"import time; print({line!r}, flush=True); open({str(stop)!r}, 'w'); "
+                        f"time.sleep({60 if ready else 1})"])
+    found = arm.run("a", [], tmp_path / "run", tmp_path, budget_s=600.0, stop=stop, say=lambda text: None)
+    assert found.stopped_at_budget == ready
+    assert (found.return_code != 0) == ready  # the other one came to its own end
