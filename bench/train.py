@@ -83,7 +83,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                              f"values: {', '.join(f'{name}=...' for name in arm_values.VALUES)}")
     parser.add_argument("--seeds", default="1,2")
     parser.add_argument("--budget", type=float, default=240.0, help="wall seconds per run after start-up")
-    parser.add_argument("--stop", type=Path, help="runs that train end once this file exists, whatever is left of the "
+    parser.add_argument("--stop", type=Path, help="all runs end once this file exists, whatever is left of their "
                                                   "budget: for a machine that has to be given back")
     parser.add_argument("--scale", choices=SCALES, default="large", help="of the testbed")
     parser.add_argument("--task", help=f"testbed: {', '.join(TASKS)}; {SMOLLM2}: {', '.join(FAMILIES)}")

@@ -152,9 +152,10 @@ def _progress(arm: Arm, budget_s: float | None) -> str:
 def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget_s: float | None = None,
         main: str = stack.FULLY_ASYNC, environment: dict[str, str] | None = None, stop: Path | None = None,
         say=print) -> Arm:
-    """Run an arm to its end, or for `budget_s` seconds after it is ready, or until it is ready and file `stop` exists.
+    """Run an arm to its end, or for `budget_s` seconds after it is ready, or until file `stop` exists.
 
-    Raises RuntimeError with the cause when it ends with an error; nothing of it is left running in any case.
+    Raises RuntimeError with the cause when it ends with an error or is stopped before it is ready; nothing of it is
+    left running in any case.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     marker = uuid.uuid4().hex
@@ -164,7 +165,8 @@ def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget
     arm = Arm(name, run_dir, started=time.time())
 
     def over() -> bool:
-        return bool(budget_s and time.time() - arm.ready >= budget_s or stop and stop.exists())
+        spent = arm.ready and budget_s and time.time() - arm.ready >= budget_s
+        return bool(spent or stop and stop.exists())
 
     with open(log, "wb") as output:
         process = subprocess.Popen(stack.command(main, overrides), env=variables, stdout=output,
@@ -195,7 +197,7 @@ def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget
 
 def _watch(arm: Arm, process, marker: str, log: _Tail, metrics: _Tail, over: Callable[[], bool],
            show: Callable[[], None]) -> None:
-    """Until the process has ended, or it is ready and `over`."""
+    """Until the process has ended or its time is `over`."""
     next_progress, at_ready = 0.0, {}
     while True:
         ended = process.poll() is not None
@@ -210,7 +212,9 @@ def _watch(arm: Arm, process, marker: str, log: _Tail, metrics: _Tail, over: Cal
             next_progress = time.monotonic() + PROGRESS_PERIOD_S
         if arm.ready is None and time.time() - arm.started > STARTUP_LIMIT_S:
             raise RuntimeError(f"{arm.name}: not ready after {STARTUP_LIMIT_S:.0f} s (log: {log.path})")
-        if arm.ready and over():
+        if over():
+            if arm.ready is None:
+                raise RuntimeError(f"{arm.name}: stopped before it was ready; nothing of it was measured")
             arm.stopped_at_budget, arm.cpu_s = True, _cpu_by_name(at_ready, cpu_seconds(marker))
             return
         time.sleep(0.5)

@@ -70,12 +70,19 @@ def test_memory_is_that_of_the_arms_own_processes(tmp_path):
     assert arm.memory_bytes(marker) == 0
 
 
-@pytest.mark.parametrize("line", [arm.READY[0], "nothing of the kind"])
-def test_a_file_ends_a_run_that_is_ready_whatever_is_left_of_its_budget(tmp_path, monkeypatch, line):
-    stop, ready = tmp_path / "stop", line == arm.READY[0]
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_file_ends_a_run_whatever_is_left_of_its_budget(tmp_path, monkeypatch, ready):
+    """One that is not ready yet was not measured: an error."""
+    stop = tmp_path / "stop"
     monkeypatch.setattr(arm.stack, "command", lambda main, overrides: [
-        sys.executable, "-c", f"import time; print({line!r}, flush=True); open({str(stop)!r}, 'w'); "
-                        f"time.sleep({60 if ready else 1})"])
-    found = arm.run("a", [], tmp_path / "run", tmp_path, budget_s=600.0, stop=stop, say=lambda text: None)
-    assert found.stopped_at_budget == ready
-    assert (found.return_code != 0) == ready  # the other one came to its own end
+        sys.executable, "-c", f"import time; print({arm.READY[0] if ready else ''!r}, flush=True); "
+                              f"open({str(stop)!r}, 'w'); time.sleep(60)"])
+
+    def run():
+        return arm.run("a", [], tmp_path / "run", tmp_path, budget_s=600.0, stop=stop, say=lambda text: None)
+
+    if ready:
+        assert run().stopped_at_budget
+    else:
+        with pytest.raises(RuntimeError, match="a: stopped before it was ready"):
+            run()
