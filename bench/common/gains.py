@@ -17,6 +17,7 @@ from bench.common import ROOT
 from esgrpo import compat
 
 RESULTS = ROOT / "bench" / "results"
+USEFUL = "groups with gradient/s"
 FRESH = "fresh tokens/s"  # each token weighs less with its age
 # two H200s a run, 33 M parameters, staleness 2.0, token_outputs on in the overlay's arm
 TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
@@ -126,12 +127,9 @@ def _parts() -> dict[str, str]:
     def end(arms: dict[str, dict], name: str) -> str:
         return f"{arms[name]['held-out reward, last']:.2f}"
 
-    def cost(name: str) -> str:
-        return " / ".join(f"{arms[name]['tokens per group with gradient']:,.0f}" for arms in (parts, left_out))
-
     controlled = next(name for name in left_out if name.startswith("all overlap"))
     return {"long": both("overlay"), "long_plain": both("plain"),
-            "long_cost": cost("overlay"), "long_cost_plain": cost("plain"),
+            "long_useful": " / ".join(times(arms, "overlay", key=USEFUL) for arms in (parts, left_out)),
             "long_times": " / ".join(times(arms, "overlay") for arms in (parts, left_out)),
             "long_loops": end(parts, "C loops"), "long_verdicts": end(parts, "C verdicts"),
             "long_no_loops": end(parts, "all without loops"), "long_no_sampler": end(left_out, "all without sampler"),
@@ -146,18 +144,14 @@ def _parts() -> dict[str, str]:
 
 
 def _pretrained() -> dict[str, str]:
-    """Of the runs on a language model that was there before."""
-    pairs, cost = training_pairs((PRETRAINED,)), "tokens per group with gradient"
-
-    def useful(run: dict) -> float:
-        """Groups with a gradient a second."""
-        return run["decoded tokens/s"] / run[cost]
-
-    last = "held-out reward, last"
+    """Of the runs on SmolLM2."""
+    pairs = training_pairs((PRETRAINED,))
+    first, last = "held-out reward, first", "held-out reward, last"
     return {"real_pairs": str(len(pairs)), "real_effective": spread(pair.ratio("effective tokens/s") for pair in pairs),
-            "real_useful": spread(useful(pair.overlay) / useful(pair.plain) for pair in pairs),
+            "real_useful": spread(pair.ratio(USEFUL) for pair in pairs),
             "real_reward": spread(pair.overlay[last] for pair in pairs),
             "real_reward_plain": spread(pair.plain[last] for pair in pairs),
+            "real_first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
             "real_reprefill": spread((100 * pair.plain["waste reprefill"] for pair in pairs), 0),
             "real_kept": spread((pair.overlay["requests kept per sync"] for pair in pairs), 0)}
 

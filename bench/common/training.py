@@ -58,7 +58,9 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         "decoded tokens/s": result.decoded / result.seconds,
         "effective tokens/s": result.balance["trained"] / result.seconds,
         "effective tokens/s, later half": result.effective_later,
-        "tokens per group with gradient": spent / result.gradient_groups if result.gradient_groups else None,
+        "groups with gradient/s": result.gradient_groups / result.seconds,
+        "decoded tokens per group with gradient": result.decoded / result.gradient_groups if result.gradient_groups
+        else None,
         "CPU of vLLM's server, us a token": 1e6 * cpu[SERVER] / max(1, result.decoded) if SERVER in cpu else None,
         "CPU of the agent loop, ms a response": 1e3 * cpu[AGENT_LOOP] / max(1, result.responses)
         if AGENT_LOOP in cpu else None,
