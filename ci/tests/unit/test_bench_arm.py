@@ -74,12 +74,16 @@ def test_memory_is_that_of_the_arms_own_processes(tmp_path):
 def test_a_file_ends_a_run_whatever_is_left_of_its_budget(tmp_path, monkeypatch, ready):
     """One that is not ready yet was not measured: an error."""
     stop = tmp_path / "stop"
+    monkeypatch.setattr(arm, "PROGRESS_PERIOD_S", 0.0)
     monkeypatch.setattr(arm.stack, "command", lambda main, overrides: [
-        sys.executable, "-c", f"import time; print({arm.READY[0] if ready else ''!r}, flush=True); "
-                              f"open({str(stop)!r}, 'w'); time.sleep(60)"])
+        sys.executable, "-c", f"import time; print({arm.READY[0] if ready else ''!r}, flush=True); time.sleep(60)"])
+
+    def said(text):  # the file comes once the run is known to be ready, or at once
+        if not ready or "optimiser step" in text:
+            stop.touch()
 
     def run():
-        return arm.run("a", [], tmp_path / "run", tmp_path, budget_s=600.0, stop=stop, say=lambda text: None)
+        return arm.run("a", [], tmp_path / "run", tmp_path, budget_s=600.0, stop=stop, say=said)
 
     if ready:
         assert run().stopped_at_budget
