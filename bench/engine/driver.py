@@ -95,7 +95,7 @@ class Driver:
     def run(self) -> dict:
         """The record of the run. Raises OutOfTime, and EsgrpoError when the books do not agree."""
         keep = {"sync": {"requests": "keep"}} if self.policy.sync == KEEP else {}
-        self.fleet.ask(("reset", keep), "reset")
+        self.fleet.ask(("reset", {"kv_headroom": self.policy.headroom, **keep}), "reset")
         self.begin = self.active = time.monotonic()
         self.bubbles = [Bubble(self.limits.capacity, self.begin) for _ in range(self.limits.replicas)]
         try:

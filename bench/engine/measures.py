@@ -174,7 +174,7 @@ def best_rival(runs: Sequence[Mapping]) -> str | None:
     """The fastest policy that is neither ours, nor the baseline, nor knows the lengths; None when none ran."""
     times: dict[str, list[float]] = {}
     for run in runs:
-        if run["policy"] not in NO_RIVAL and not run["policy"].startswith(OURS):
+        if run["policy"].partition("@")[0] not in NO_RIVAL and not run["policy"].startswith(OURS):
             times.setdefault(run["policy"], []).append(run["s_per_update"])
     return min(times, key=lambda name: statistics.median(times[name]), default=None)
 

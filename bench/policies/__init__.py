@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,7 @@ class Policy:
     spare = 0.0  # spare samples per trained one that the workload must have
     carries = False  # under sync a step ends while groups that it began are unfinished
     trains_cut = False  # what it cuts is trained as it is
+    headroom = 0.0  # share of the KV cache that stays free when a request is let in (vLLM's watermark)
     chooses = False  # takes other prompts than the data's order has, and therefore does other work than the others
 
     def __init__(self, limits: Limits, rng: random.Random):
@@ -252,14 +254,24 @@ def baseline(scenario: str) -> str:
     return "colocate_async" if scenario == SYNC else "verl"
 
 
+def with_headroom(kind: type[Policy], share: str) -> type[Policy]:
+    """Raises KeyError where `share` is none."""
+    if not re.fullmatch(r"0?\.\d+", share):
+        raise KeyError(f"{kind.name}@{share}: wanted a share of the KV cache, as in {kind.name}@0.05")
+    return type(kind.__name__, (kind,), {"name": f"{kind.name}@{share}", "headroom": float(share)})
+
+
 FORMERLY = {"static": "ulorl"}  # names in older records
 
 
 def policy(name: str) -> type[Policy]:
-    """A policy by its name; "es-grpo/AB" is ES-GRPO with modules A and B only, "april/1.5" APRIL with another factor.
-    Raises KeyError with the names."""
+    """A policy by its name; "es-grpo/AB" is ES-GRPO with modules A and B only, "april/1.5" APRIL with another factor,
+    "verl@0.05" any of them with that headroom in its engines. Raises KeyError with the names."""
     from bench.policies import carry, es_grpo
 
+    name, at, share = name.partition("@")
+    if at:
+        return with_headroom(policy(name), share)
     name = FORMERLY.get(name, name)
     family, slash, rest = name.partition("/")
     variants = {es_grpo.EsGrpo.name: es_grpo.variant, carry.April.name: carry.variant}

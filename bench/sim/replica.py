@@ -19,6 +19,7 @@ from collections.abc import Callable
 from bench.common.workload import Sample
 from bench.sim.device import ABORT_WAIT_S, BLOCK, Device
 from esgrpo.algo.accounting import Occupancy, Pace
+from esgrpo.algo.admission import held_back
 
 NEVER = math.inf
 ROUNDING = 1e-6  # tokens: `done` is a sum of floats
@@ -50,8 +51,9 @@ class Replica:
     """Invariants: `decoded` is what all requests got here; running + waiting requests are those not yet taken; the KV
     cache is never over-committed; a preempted request loses no token."""
 
-    def __init__(self, device: Device, sequences: int, capacity: int, clock: Callable[[], float]):
-        self.device, self.sequences = device, sequences
+    def __init__(self, device: Device, sequences: int, capacity: int, clock: Callable[[], float],
+                 headroom: float = 0.0):
+        self.device, self.sequences, self.headroom = device, sequences, headroom * device.kv_tokens
         self.company = 1.0
         self.times = step_times(device, sequences, self.company)
         self.occupancy = Occupancy(capacity, clock)
@@ -118,7 +120,8 @@ class Replica:
                 self.waiting.popleft()
                 continue
             need = run.sample.prompt_tokens + run.base + BLOCK / 2
-            if self.kv_used + need + len(self.running) + 1 > self.device.kv_tokens:
+            free = self.device.kv_tokens - self.kv_used - len(self.running) - 1  # and a step's tokens
+            if need > free or (self.running and held_back(free, need, self.headroom)):
                 break
             self.waiting.popleft()
             self.waits -= 1

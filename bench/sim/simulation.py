@@ -63,7 +63,7 @@ class Simulation:
                  source: Callable[[int], Sequence[Group]]):
         self.policy, self.limits, self.device, self.course, self.source = policy, limits, device, course, source
         self.now = 0.0
-        self.replicas = [Replica(device, limits.sequences, limits.capacity, lambda: self.now)
+        self.replicas = [Replica(device, limits.sequences, limits.capacity, lambda: self.now, policy.headroom)
                          for _ in range(limits.replicas)]
         self.ledger = Ledger(limits.members, policy.trains_cut)
         self.view = View(self, limits.replicas)

@@ -246,6 +246,27 @@ def preempted_requests_stay_in_the_book(new):
     _finished(player)
 
 
+def _preemptions(new, headroom: float):
+    """(times somebody was preempted, requests that waited for headroom) of twelve requests in too few blocks."""
+    player, before, times = new({**QUIET, "kv_headroom": headroom}, blocks=SCARCE), set(), 0
+    for i in range(12):
+        player.add(f"r{i}", member=i, max_tokens=LENGTH)
+    while player.scheduler.has_requests() or player.queue:
+        player.step()
+        now = {key for key, r in player.scheduler.requests.items() if r.status.name == "PREEMPTED"}
+        times, before = times + len(now - before), now
+    expect(player.counts(), {f"r{i}": LENGTH for i in range(12)}, f"tokens, kv_headroom={headroom}")
+    held = player.scheduler.segment_set_version(1)["held"]
+    player.assert_empty()
+    return times, held
+
+
+def fewer_are_preempted_with_headroom(new):
+    (without, never), (times, held) = _preemptions(new, 0.0), _preemptions(new, 0.4)
+    expect((without > 0, never), (True, 0), "somebody is preempted without it, and nobody waits for it")
+    expect((times < without, held > 0), (True, True), f"{times} instead of {without} preemptions, {held} waited")
+
+
 def _reset_the_cache(new, drain: bool):
     lengths = []
     for segment in (None, YIELD):
@@ -449,6 +470,7 @@ CASES = (
     abort_while_a_prefill_is_in_flight,
     steps_that_only_decode_are_timed_and_aborted_requests_are_away_until_they_come_back,
     preempted_requests_stay_in_the_book,
+    fewer_are_preempted_with_headroom,
     a_cache_reset_between_steps_loses_nothing,
     a_cache_reset_while_a_step_is_in_flight,
     requests_kept_over_a_weight_sync_keep_their_kv,

@@ -210,6 +210,10 @@ class Segment:
         needs=("enable",)
     )
     sigterm_deadline: int = _number(600, 0, None, "seconds that a SIGTERM waits for the checkpoint of the running step")
+    kv_headroom: float = _number(
+        0.0, 0.0, 0.9, "share of a replica's KV cache that stays free when a request is let in, for those that run: "
+        "fewer lose their KV cache and are computed again", needs=("enable",)
+    )
     token_outputs: bool = _flag(False, "no text is made of tokens: verl reads their ids and log-probs")
     success_threshold: float = _number(
         0.5, None, None, "a sample is correct from this score (or numeric acc) on; a boolean acc decides alone"

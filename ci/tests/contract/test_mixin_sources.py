@@ -16,13 +16,14 @@ pytest.importorskip("vllm")
 
 from esgrpo import config, fingerprint  # noqa: E402
 from esgrpo.algo import accounting, segments, terms  # noqa: E402
-from esgrpo.hooks.vllm import logprob_sums, mixin_sources, segment_mixin  # noqa: E402
+from esgrpo.hooks.vllm import headroom, logprob_sums, mixin_sources, segment_mixin  # noqa: E402
 
 # what the code calls an object -> the class that is fingerprinted; several where functions use the name for several
 OBJECTS = {
-    "self": ["sched.scheduler:Scheduler"], "request": ["v1.request:Request"], "pool": ["core.block_pool:BlockPool"],
+    "self": ["sched.scheduler:Scheduler"], "scheduler": ["sched.scheduler:Scheduler"],
+    "waiting": ["request_queue:RequestQueue"], "request": ["v1.request:Request"], "pool": ["core.block_pool:BlockPool"],
     "block": ["kv_cache_utils:KVCacheBlock"], "scheduler_output": ["sched.output:SchedulerOutput"],
-    "manager": ["single_type_kv_cache_manager:SingleTypeKVCacheManager"],
+    "manager": ["single_type_kv_cache_manager:SingleTypeKVCacheManager", "kv_cache_manager:KVCacheManager"],
     "output": ["sched.output:SchedulerOutput", "v1.outputs:ModelRunnerOutput", "v1.engine:EngineCoreOutput"],
     "o": ["v1.engine:EngineCoreOutput"], "logprobs": ["v1.outputs:LogprobsLists"],
     "RequestStatus": ["v1.request:RequestStatus"],
@@ -33,8 +34,8 @@ OBJECTS = {
 ELSEWHERE = {"async_tokens_to_discard", "discard_latest_async_tokens", "num_stale_output_tokens", "drop_stale_output",
              "cu_num_generated_tokens"}
 # objects that are not vLLM's: ours, the standard library's, numpy's, and plain values in vLLM's fields
-OURS = (segments.SegmentBook, accounting.Occupancy, logprob_sums.LogprobSums, config.Segment, np, np.ndarray, os, dict,
-        terms.Outcome, list, str, set, deque, Counter)
+OURS = (segments.SegmentBook, accounting.Occupancy, logprob_sums.LogprobSums, headroom.Headroom, config.Segment, np,
+        np.ndarray, os, dict, terms.Outcome, list, str, set, deque, Counter)
 
 
 def name_of(node: ast.AST) -> str:
@@ -57,11 +58,12 @@ def uses(tree: ast.AST):
 
 
 def code() -> list[tuple[str, ast.AST]]:
-    return [(module.__name__, ast.parse(Path(module.__file__).read_text())) for module in (segment_mixin, logprob_sums)]
+    return [(module.__name__, ast.parse(Path(module.__file__).read_text())) for module in (
+        segment_mixin, logprob_sums, headroom)]
 
 
 def own_names() -> set[str]:
-    """Methods and attributes of our two classes."""
+    """Methods and attributes of our classes."""
     names = set()
     for _, tree in code():
         for node in ast.walk(tree):
@@ -130,7 +132,7 @@ def test_no_object_of_vllm_is_overlooked():
     mine = own_names() | {name for cls in OURS for name in dir(cls)} | set(config.Segment.__dataclass_fields__)
     mine |= {name for module in (segments, accounting) for cls in vars(module).values()
              if hasattr(cls, "__dataclass_fields__") for name in cls.__dataclass_fields__}
-    source = "".join(inspect.getsource(module) for module in (segments, accounting, logprob_sums))
+    source = "".join(inspect.getsource(module) for module in (segments, accounting, logprob_sums, headroom))
     unknown = {(name, attribute) for _, tree in code() for name, attribute in uses(tree)
                if name not in OBJECTS and attribute not in mine and f".{attribute}" not in source}
     modules = {"dataclasses", "functools", "time", "sys", "super", "config"}

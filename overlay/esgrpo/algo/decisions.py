@@ -19,6 +19,7 @@ from esgrpo.config import Segment
 ROUTING, SEGMENTS, LOOPS, PRUNING, REPLACED = "routing", "segments", "loops", "pruning", "replaced"
 VERDICTS = "verdicts"
 SAMPLER, KEEP, TOKEN_OUTPUTS, OVERLAP = "sampler", "keep", "token_outputs", "overlap"
+KV_HEADROOM = "kv_headroom"
 
 # Trainers, as the facts of a run name them
 FULLY_ASYNC, RECIPE, SYNC, SEPARATE = "fully_async", "recipe-0.7.0", "sync", "separate_async"
@@ -178,6 +179,10 @@ def _why_keep(run: Run) -> str:
     return "no weight sync while requests ran"
 
 
+def _why_kv_headroom(run: Run) -> str:
+    return "no request waited for memory: the KV cache had room" if run.count("keep/syncs") else "no weight sync"
+
+
 def _why_token_outputs(run: Run) -> str:
     if run.trainer == RECIPE:
         return "not made for the servers of verl 0.7.0"
@@ -221,6 +226,8 @@ MODULES = (
            _why_replaced),
     Module(SAMPLER, "sampler.enable", lambda s: s.enable and s.sampler.enable, ("sampler/chosen",), _why_sampler),
     Module(KEEP, "sync.requests=keep", lambda s: s.keeps, ("keep/kept",), _why_keep),
+    Module(KV_HEADROOM, "kv_headroom", lambda s: s.enable and s.kv_headroom > 0, ("kv_headroom/held",),
+           _why_kv_headroom),
     Module(TOKEN_OUTPUTS, "token_outputs", lambda s: s.token_outputs, ("token_outputs/responses",), _why_token_outputs),
     Module(OVERLAP, "overlap.enable", lambda s: s.overlap.enable, ("overlap/moves",), _why_overlap, _of_separate),
 )

@@ -284,6 +284,7 @@ class EngineWindow(Row):
     outcomes: dict = field(default_factory=dict)
     in_flight: int = 0
     kept: int = 0
+    held: int = 0  # requests that waited for kv_headroom
     kv_ages: list = field(default_factory=list)  # [weight versions, responses]
     surprisal: float = 0.0  # nats, -log p of the sampled tokens of attempts that ended in it
     surprisal_tokens: int = 0  # how many these are

@@ -17,9 +17,12 @@ TARGETS = (
         "reset_prefix_cache", "set_pause_state?")],  # vLLM >= 0.18 tells the scheduler of a pause
     _ASYNC,
     *[_REQUEST + name for name in (
-        "__bases__", "__init__", "append_output_token_ids", "num_output_tokens", "get_finished_reason")],
+        "__bases__", "__init__", "append_output_token_ids", "num_output_tokens", "num_tokens",
+        "get_finished_reason")],
     "vllm.v1.request:RequestStatus",
-    *[_POOL + name for name in ("__bases__", "__init__", "evict_blocks?")],  # >= 0.13; kept-requests asks for it
+    *[_POOL + name for name in (
+        "__bases__", "__init__", "get_num_free_blocks", "evict_blocks?")],  # >= 0.13; kept-requests asks for it
+    "vllm.v1.core.sched.request_queue:RequestQueue.peek_request",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.__init__",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.__init__",
     *["vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager." + name for name in (

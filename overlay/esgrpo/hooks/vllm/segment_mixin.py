@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict, deque
 from esgrpo.algo.accounting import Occupancy
 from esgrpo.algo.segments import CONTINUE, PRUNE, YIELD, SegmentBook
 from esgrpo.algo.terms import Outcome
+from esgrpo.hooks.vllm.headroom import Headroom
 
 ABORTED_KEPT = 4096  # more than run at once; who asks, asks at once
 PAYLOAD = "esgrpo"  # key in kv_transfer_params, the dict that vLLM carries from scheduler to RequestOutput
@@ -63,6 +64,8 @@ class SegmentMixin:
         # what the book knew of attempts that were aborted: vLLM's front end answers those by itself, without a payload
         self.segment_aborted: OrderedDict[tuple[str, int], dict] = OrderedDict()
         self.segment_flight: deque[dict[str, int]] = deque()  # tokens per request of steps without their output yet
+        self.segment_headroom = vars(self).get("segment_headroom") or Headroom(self)
+        self.segment_headroom.keep(settings.kv_headroom if settings.enable else 0.0)
 
     def add_request(self, request, *args, **kwargs):
         super().add_request(request, *args, **kwargs)
@@ -75,7 +78,13 @@ class SegmentMixin:
             self.segment_occupancy.came((fields.get("group"), fields.get("member")))
 
     def schedule(self, *args, **kwargs):
-        output = super().schedule(*args, **kwargs)
+        most = self.max_num_running_reqs
+        if self.waiting and self.running and self.segment_headroom.blocks:
+            self.max_num_running_reqs = self.segment_headroom.most_running(self)
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_running_reqs = most
         self.segment_flight.append(output.num_scheduled_tokens)
         self.segment_occupancy.observe(len(output.num_scheduled_tokens), len(self.waiting))
         return output
@@ -219,7 +228,7 @@ class SegmentMixin:
         window["in_flight"] = sum(map(len, self.segment_flight))  # a pause settles them; else they count as new
         ages = book.kv_ages(version, {key: (request.num_computed_tokens > 0, getattr(request, "num_preemptions", 0))
                                       for key, request in kept.items()})
-        window["kept"] = len(ages)
+        window["kept"], window["held"] = len(ages), self.segment_headroom.take_held()
         window["kv_ages"] = [list(pair) for pair in sorted(Counter(ages).items())]  # [weight versions, responses]
         self.segment_outcomes.clear()
         book.set_version(version, {key: request.num_output_tokens for key, request in kept.items()})

@@ -28,6 +28,7 @@ def add_windows(windows: Iterable[Mapping]) -> None:
     """What engines did until a weight sync closed these windows."""
     for window in windows:
         add("keep", kept=window["kept"], aborted=window["outcomes"].get("abort", 0), syncs=1)
+        add("kv_headroom", held=window.get("held", 0))
         add("token_outputs", **window.get("token_outputs", {}))
 
 
