@@ -269,6 +269,7 @@ PROFILES: dict[str, dict] = {
         "prune": {"repetition": {"enable": True}, "audit": {"enable": True}},
         "sampler": {"enable": True},
         "sync": {"requests": "keep"},
+        "kv_headroom": 0.05,
         "token_outputs": True,
     },
 }

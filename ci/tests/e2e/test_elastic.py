@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # More than the rollouter's queue holds: while the feed still has work, a place can be given back.
 PROMPTS, EXEMPT = 120, 0.3
+SCARCE_KV = 8 << 20  # bytes: less than the responses that run want
 
 # The engine has room for four times as many prompts as the run begins with, and age costs next to nothing: something
 # can be gained.
@@ -58,7 +59,8 @@ def run(tmp_path_factory) -> Path:
         tmp_path, run_dir, f"{SEGMENT}.profile=elastic", f"{SEGMENT}.segment_length=64",
         f"{prune}.resolved.enable=True", f"{prune}.resolved.null_prob=1.0", f"{prune}.audit.min_candidates=5",
         f"{prune}.audit.max_false_rate=1.0", f"{prune}.audit.exempt_prob={EXEMPT}",
-        f"{prune}.treatment=masked", *OVERLAP, "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
+        f"{prune}.treatment=masked", *OVERLAP,
+        f"actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={SCARCE_KV}", "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
         staleness=NEVER_WAIT, prompts=PROMPTS), run_dir, ROOT / "overlay")
     return run_dir
 
@@ -132,12 +134,14 @@ def test_foreseen_groups_were_replaced_and_never_trained(run):
 
 def test_modules_decided_or_say_why_not(run):
     modules = {row.module: row for row in decided.of_directory(str(run)) if row.on}
-    assert set(modules) == {"routing", "loops", "pruning", "replaced", "sampler", "keep", "token_outputs", "overlap"}
+    assert set(modules) == {"routing", "loops", "pruning", "replaced", "sampler", "keep", "kv_headroom",
+                            "token_outputs", "overlap"}
     assert all(row.decided or row.reason for row in modules.values())
     responses, windows = read(str(run), "responses"), read(str(run), "windows")
     assert modules["pruning"].decided == sum(row["rule"] == "resolved" for row in responses) > 0
     assert modules["replaced"].decided == len(read(str(run), "replaced")) > 0  # the last ones come with the end
     assert modules["keep"].decided == sum(window["kept"] for window in windows) > 0
+    assert modules["kv_headroom"].decided == sum(window["held"] for window in windows) > 0
     assert modules["token_outputs"].decided > 0
     rows = metrics_of(run, "esgrpo/decisions/pruning")
     assert 0 < sum(row["esgrpo/decisions/pruning"] for row in rows) <= modules["pruning"].decided
