@@ -23,6 +23,7 @@ FRESH = "fresh tokens/s"  # each token weighs less with its age
 TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
 CPU = ("ablation_search.json", "ablation_chain.json")
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
+SEVEN_B = "engine_h200_7b.jsonl"  # memory for about half of what would run; rivals with headroom, too
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 # five and six arms at once on two H200s, longer than TRAINING
@@ -89,6 +90,29 @@ def _stale(policy: str) -> str:
     """Share of rows that hold tokens of older weights."""
     found = [one[policy]["versions_old"]["rows"]["share"] for name in CARRIED for one in _engine(name).values()]
     return f"{min(found):.0%} … {max(found):.0%}"
+
+
+def _seven_b() -> dict[str, str]:
+    """One replica of 7 B with scarce memory: ES-GRPO with headroom against the others, and against itself without."""
+    seeds, ours = _engine(SEVEN_B).values(), "es-grpo@0.05"
+
+    def of(policy: str, measure) -> list[float]:
+        return [measure(found[policy]) for found in seeds if policy in found]
+
+    def times(policy: str) -> list[float]:
+        return [found[policy]["s_per_update"] / found[ours]["s_per_update"] for found in seeds if policy in found]
+
+    def stale(policy: str) -> str:
+        found = of(policy, lambda run: run["versions_old"]["rows"]["share"])
+        return f"{min(found):.0%} … {max(found):.0%}"
+
+    roll, = times("rollpacker@0.05")
+    return {"own7": span(times("colocate_async@0.05")), "april7": span(times("april@0.05")), "roll7": f"{roll:.2f}",
+            "headroom": span(times("es-grpo")), "runs7": str(len(times("es-grpo"))),
+            "stale7": stale(ours), "stale7_own": stale("colocate_async@0.05"),
+            "preempted": span(of(ours, lambda run: run["preemptions"]), 0),
+            "preempted_without": span(of("es-grpo", lambda run: run["preemptions"]), 0),
+            "kept7": span(of(ours, lambda run: run["decisions"]["keep"]), 0)}
 
 
 def _simulated(setting: str, policy: str = "es-grpo") -> dict:
@@ -186,7 +210,7 @@ def numbers() -> dict[str, str]:
         "own_runs": str(len(_against("colocate_async", CARRIED))), "stale": _stale("es-grpo"),
         "stale_own": _stale("colocate_async"), "async": spread(_against("verl", ASYNC)),
         "async_runs": str(len(_against("verl", ASYNC))),
-        "simulated": _range(math_), "code": _range(code), **_parts(), **_pretrained(),
+        "simulated": _range(math_), "code": _range(code), **_parts(), **_pretrained(), **_seven_b(),
     }
 
 

@@ -67,7 +67,9 @@ class Device:
 
     @classmethod
     def load(cls, path: str | Path = DEFAULT, **changes) -> Device:
-        return cls.from_record(read_tau(json.loads(Path(path).read_text(encoding="utf-8"))), **changes)
+        """`path`: JSON, or JSON lines of bench.engine, whose first one it is."""
+        record, _ = json.JSONDecoder().raw_decode(Path(path).read_text(encoding="utf-8"))
+        return cls.from_record(read_tau(record), **changes)
 
 
 def _points(times: dict) -> tuple[tuple[int, float], ...]:

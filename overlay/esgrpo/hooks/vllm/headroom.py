@@ -6,6 +6,8 @@ many as its token budget allows before the headroom holds.
 
 from __future__ import annotations
 
+import math
+
 from esgrpo.algo.admission import held_back
 
 
@@ -20,7 +22,7 @@ class Headroom:
 
     def keep(self, share: float) -> None:
         """From now on this share of the cache stays free."""
-        self.blocks = int(share * self.pool.num_gpu_blocks)
+        self.blocks = math.ceil(share * self.pool.num_gpu_blocks)
         if self.own is not None:
             self.manager.watermark_blocks = max(self.own, self.blocks)
 
