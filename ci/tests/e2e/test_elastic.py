@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # More than the rollouter's queue holds: while the feed still has work, a place can be given back.
 PROMPTS, EXEMPT = 120, 0.3
-SCARCE_KV = 3 << 20  # bytes: less than the responses that run want
+SCARCE_KV = 1 << 20  # bytes: less than the responses that run want
 
 # The engine has room for four times as many prompts as the run begins with, and age costs next to nothing: something
 # can be gained.
