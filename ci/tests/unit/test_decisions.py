@@ -91,6 +91,8 @@ def row_of(module: str, settings: dict, counts: dict = {}, **facts) -> decisions
     ("keep", KEEP, {"keep/syncs": 3, "keep/aborted": 7}, {}, "7 requests aborted instead"),
     ("keep", KEEP, {"keep/syncs": 3}, {"trainer": "sync"}, "sync has no standalone replicas"),
     ("keep", KEEP, {}, {"trainer": decisions.RECIPE}, "its servers cancel requests by themselves"),
+    ("kv_headroom", {"enable": True, "kv_headroom": 0.05}, {}, {}, "no weight sync"),
+    ("kv_headroom", {"enable": True, "kv_headroom": 0.05}, {"keep/syncs": 2}, {}, "the KV cache had room"),
     ("token_outputs", {"observe": True, "token_outputs": True}, {}, {}, "no request was counted"),
     ("token_outputs", {"observe": True, "token_outputs": True}, {"token_outputs/with_text": 3}, {}, "stop strings"),
     ("token_outputs", {"observe": True, "token_outputs": True}, {}, {"trainer": decisions.RECIPE}, "verl 0.7.0"),
@@ -248,12 +250,13 @@ def test_the_trainer_hears_of_workers_by_their_rows_and_once_a_version(tmp_path,
 def test_one_process_under_v1_reports_for_all(monkeypatch):
     monkeypatch.setenv(config.ENV_SEGMENT, json.dumps({"profile": "elastic"}))
     decision_counts.add("routing", inversions=4)
-    decision_counts.add_windows([{"kept": 3, "outcomes": {}}])
+    decision_counts.add_windows([{"kept": 3, "outcomes": {}, "held": 5}])
     found = decision_counts.of_v1(SimpleNamespace(), [])
     assert found == {f"esgrpo/decisions/{name}": number for name, number in (
-        ("routing", 4.0), ("loops", 0.0), ("sampler", 0.0), ("keep", 3.0), ("token_outputs", 0.0))}
+        ("routing", 4.0), ("loops", 0.0), ("sampler", 0.0), ("keep", 3.0), ("kv_headroom", 5.0),
+        ("token_outputs", 0.0))}
     assert set(decision_counts.of_rollouter(SimpleNamespace())) == {
-        f"esgrpo/decisions/{name}" for name in ("routing", "sampler", "keep", "token_outputs")}
+        f"esgrpo/decisions/{name}" for name in ("routing", "sampler", "keep", "kv_headroom", "token_outputs")}
 
 
 def test_the_table_of_a_comparison_has_a_row_for_each_module_that_was_on():

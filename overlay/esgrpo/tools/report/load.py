@@ -184,10 +184,16 @@ def _left_out(line: dict) -> str:
     return f"Left out, {line.get('why', 'no reason given')}: {names}" + (f" ({', '.join(sizes)})" if sizes else "")
 
 
+def _with_headroom(line: dict) -> dict:
+    """A run of "april@0.05" is one of april in engines with that KV headroom: compared with others of the same."""
+    name, _, share = line["policy"].partition("@")
+    return {**line, "policy": name, "kv_headroom": float(share)} if share else line
+
+
 def _joined(lines: list[dict]) -> list[dict]:
     """Appended lines of the engine benchmark: all runs as one record. A tau(b) that was measured where its engines
     started is counted, not shown: the simulator's validation uses it."""
-    runs_ = [line for line in lines if "policy" in line]
+    runs_ = [_with_headroom(line) for line in lines if "policy" in line]
     if not runs_:
         return [line for line in lines if line.get("kind") not in ("summary", "left_out")]
     facts = {key: "; ".join(dict.fromkeys(str(line[key]) for line in runs_ if line.get(key)))

@@ -9,7 +9,8 @@ from esgrpo.tools.report.load import NOT_RECORDED, Record
 from esgrpo.tools.report.tables import BASELINES, DASH, OURS, Table, baseline_of, number, spread
 
 SETTING = ("workload", "scenario", "groups", "members", "cap", "replicas", "updates", "scale", "tail", "prompts",
-           "sequences", "max_num_seqs", "train_s", "sync_s", "staleness", "capacity", "model", "device")
+           "sequences", "max_num_seqs", "train_s", "sync_s", "staleness", "capacity", "model", "kv_headroom",
+           "device")
 OWN_CARRY_OVER = "colocate_async"  # verl's: what it does best under a barrier
 NO_RIVALS = (*BASELINES, "oracle")  # an oracle knows the true lengths; nobody has one
 
