@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # More than the rollouter's queue holds: while the feed still has work, a place can be given back.
 PROMPTS, EXEMPT = 120, 0.3
-SCARCE_KV, HEADROOM = 1 << 20, 0.5  # bytes, room for two of the longest responses; share: half of it stays free
+SCARCE_KV = 2 << 20  # bytes: ten blocks of 128 tokens, for some sixteen responses of up to four
 
 # The engine has room for four times as many prompts as the run begins with, and age costs next to nothing: something
 # can be gained.
@@ -61,7 +61,6 @@ def run(tmp_path_factory) -> Path:
         f"{prune}.audit.max_false_rate=1.0", f"{prune}.audit.exempt_prob={EXEMPT}",
         f"{prune}.treatment=masked", *OVERLAP,
         f"actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={SCARCE_KV}",
-        f"{SEGMENT}.kv_headroom={HEADROOM}",
         "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
         staleness=NEVER_WAIT, prompts=PROMPTS), run_dir, ROOT / "overlay")
     return run_dir

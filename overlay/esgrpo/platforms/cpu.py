@@ -17,7 +17,6 @@ ENVIRONMENT = {
     "VERL_ENGINE_DEVICE": "cuda",  # EngineRegistry keys its FSDP engine by "cuda"; nothing in it needs one
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's CPU platform turns executor "uni" into "mp"
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "TOKENIZERS_PARALLELISM": "false",
