@@ -86,7 +86,7 @@ class ScriptedEngine:
                     decision = self.book.look(key, tokens, (0.0, len(tokens)))  # an engine that is certain
                     if decision.outcome != CONTINUE:
                         ended[key] = "length", STOP_REASON[decision.outcome], decision.outcome, decision.rule
-            for key, rule in self.book.take_pending().items():
+            for key, rule in self.book.take_pending(lambda key: len(self.running[key].tokens)).items():
                 if key in self.running and key not in ended:
                     ended[key] = "length", STOP_REASON[PRUNE], PRUNE, rule
             for key, request in list(self.running.items()):

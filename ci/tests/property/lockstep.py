@@ -228,7 +228,7 @@ class ScriptedServer:
                                               extra_fields={"global_steps": self.world.version, **extra}))
 
     async def _end_pending(self) -> None:
-        for key, rule in self.book.take_pending().items():
+        for key, rule in self.book.take_pending(lambda key: len(self.requests[key].tokens)).items():
             self._end(key, Outcome.PRUNE, rule)
             await quiet(DELIVERY_TICKS)  # one after the other, as a policy is told
 

@@ -89,7 +89,8 @@ class Replica:
                 decision = self.book.look(key, tokens, (0.0, len(tokens)))
                 if decision.outcome != CONTINUE:
                     endings[key] = decision.outcome, decision.rule
-        endings.update({key: (PRUNE, rule) for key, rule in self.book.take_pending().items()})
+        endings.update({key: (PRUNE, rule) for key, rule in self.book.take_pending(
+            lambda key: len(self.running[key].tokens)).items()})
         for key, (outcome, rule) in endings.items():
             self.end(key, outcome, rule)
 

@@ -9,7 +9,7 @@ that can end nothing is not looked at: it is counted when the response is looked
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from esgrpo.algo.looks import Looks, distance
@@ -332,7 +332,8 @@ class SegmentBook:
         return len(keys)
 
     def ask_finish(self, group: str, members: Sequence[int] | None, rule: str) -> int:
-        """Finish these members of a group (None: all that are here) at the next step; returns how many are here.
+        """Finish these members of a group (None: all that are here) at the next step, or with their first token;
+        returns how many are here.
 
         A member that is between two attempts, or whose attempt is still on its way to this engine, is finished when
         it arrives.
@@ -352,9 +353,12 @@ class SegmentBook:
         """Which responses of a group are here: member -> key."""
         return {self.tracked[key].member: key for key in self._groups.get(group, ())}
 
-    def take_pending(self) -> dict[Hashable, str]:
-        pending, self.pending = self.pending, {}
-        return pending
+    def take_pending(self, made: Callable[[Hashable], int]) -> dict[Hashable, str]:
+        """Whom to finish now; `made`: tokens of an attempt so far. A response without any token waits for its first
+        one: verl's agent loop makes no log-probs of an empty response, and cannot join it with others."""
+        pending = self.pending
+        self.pending = {key: rule for key, rule in pending.items() if self.tracked[key].done_before + made(key) == 0}
+        return {key: rule for key, rule in pending.items() if key not in self.pending}
 
     def set_version(self, version: int, token_counts: dict[Hashable, int]) -> None:
         """New weights: tokens made so far belong to the old version. `token_counts` covers every tracked key."""

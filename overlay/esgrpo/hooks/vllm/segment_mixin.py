@@ -156,8 +156,9 @@ class SegmentMixin:
                 decision = book.look(key, request._output_token_ids, logprobs_of(key))
                 if decision.outcome != CONTINUE:
                     endings[key] = decision.outcome, decision.rule
-        for key, rule in book.take_pending().items() if book.pending else ():
-            endings[key] = PRUNE, rule
+        if book.pending:
+            endings |= {key: (PRUNE, rule) for key, rule in book.take_pending(
+                lambda key: requests[key].num_output_tokens if key in requests else 1).items()}
         for key, (outcome, rule) in endings.items():
             if key in self.requests:
                 self._segment_end(self.requests[key], outcome, rule, outputs)
