@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from bench.policies import policy
 from bench.sim.device import Device
 from bench.sim.experiment import Setting, run
 from esgrpo.algo.admission import held_back
+from esgrpo.tools.report import load, policy_tables
 
 SCARCE = Device("made up", ((1, 0.01), (16, 0.02)), 1e5, 12_000, 0.1)
 SETTING = Setting(replicas=1, groups=8, members=4, cap=2048, sequences=32, scale=0.5, updates=4)
@@ -48,3 +51,14 @@ def test_a_policys_name_may_end_in_its_headroom(name):
 def test_a_share_that_is_none_is_refused(name):
     with pytest.raises(KeyError):
         policy(name)
+
+
+def test_the_report_compares_equal_headroom_only(tmp_path):
+    played = {"es-grpo@0.05": 10.0, "april@0.05": 12.0, "es-grpo": 11.0}
+    common = {"kind": "run", "scenario": "sync", "workload": "math", "seed": 1}
+    (tmp_path / "engine.json").write_text("".join(
+        json.dumps({**common, "policy": name, "s_per_update": seconds}) + "\n" for name, seconds in played.items()))
+    record, = load.records(tmp_path)
+    found = {dict(work).get("kv_headroom"): {name: policy_tables.makespan(runs) for name, runs in policies.items()}
+             for work, policies in policy_tables.by_work(record.data["runs"]).items()}
+    assert found == {0.05: {"es-grpo": 10.0, "april": 12.0}, None: {"es-grpo": 11.0}}
