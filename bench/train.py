@@ -48,7 +48,7 @@ def overrides(options, seed: int, data: Path, run_dir: Path, text: str) -> list[
     arm = arm_of(options, text)
     warm = modules.switches(f"history.path={run_dir / WARM_HISTORY}") if arm.warm else []
     share = options.engine_memory
-    room = [f"actor_rollout_ref.rollout.gpu_memory_utilization={share}"] if share else []
+    room = stack.engine_room(share) if share else []
     return [*scales.shared(options, seed, data, run_dir, arm), *modules.with_left_out(options.segment)[arm.module],
             *warm, *arm.overrides(), *room]
 
@@ -108,7 +108,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sft-steps", type=int, help="of the testbed model's training, instead of the scale's")
     parser.add_argument("--together", action="store_true", help="all arms and seeds at once on the same GPUs")
     parser.add_argument("--engine-memory", type=float, help="share of a GPU for vLLM; default: 0.3, of --together "
-                                                            f"{together.ENGINE_MEMORY} over the number of runs")
+                                                            f"{together.ENGINE_MEMORY} over the number of runs, on a "
+                                                            f"shared GPU {together.SHARED_MEMORY}")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "train")
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
     compare.add_target_option(parser)
@@ -150,8 +151,8 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
         parser.error(f"--segment {options.segment}: wanted from 2 to the cap of {options.cap} tokens")
     runs = len(options.arms.split(",")) * len(options.seeds.split(","))
     options.cores, options.jobs = os.cpu_count(), runs if options.together else 1  # what bench.ablation also records
-    if options.engine_memory is None and options.together and stack.DEVICE != "cpu":
-        options.engine_memory = together.engine_memory(runs)
+    if options.engine_memory is None and stack.DEVICE != "cpu" and (options.together or stack.SHARED):
+        options.engine_memory = together.engine_memory(runs if options.together else 1, stack.SHARED)
     if options.engine_memory is not None and not 0 < options.engine_memory < 1:
         parser.error(f"--engine-memory {options.engine_memory}: wanted a share above 0 and below 1")
     options.trainers, options.replicas = options.gpus
@@ -160,6 +161,8 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
     options.notes = [algorithms.said(options.algorithm, options.segment, scales.filters(options)),
                      f"trainer {options.trainer}, {options.batch} prompts of {options.group} responses an optimiser "
                      f"step, cap {options.cap}, segments of {options.segment}, learning rate {options.learning_rate:g}",
+                     *(["trainer and rollout of a run share one GPU: its tokens/s are not those of a machine that has "
+                        "one for each"] if stack.SHARED else []),
                      *([f"{runs} runs side by side on the same devices, let go together: their speeds are those of a "
                         "crowded machine"] if options.together else [])]
     for text in options.arms.split(","):

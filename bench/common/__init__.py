@@ -1,6 +1,7 @@
 """What several benchmarks need; nothing here is a command.
 
 arm.py, stack.py             a run of verl on the testbed: its command line, started, watched, stopped, cleaned up
+shared_gpu.py                weight sync where trainer and replicas share one GPU
 modules.py                   the overrides that switch on each module alone, and all
 training.py                  the runs of a comparison, one by one or side by side, and what is written of them
 compare.py                   numbers of finished runs

@@ -1,8 +1,9 @@
 """Hydra overrides with which verl 0.9.1's own entry points run the testbed, without an accelerator or on CUDA devices.
 
 One list for the quickstart, the end-to-end tests and the benchmarks, so that they cannot drift apart. The device is
-that of the environment: ESGRPO_BENCH_DEVICE=cuda takes the first two visible GPUs (one for the trainer, one for the
-rollout), anything else the CPU.
+that of ESGRPO_BENCH_DEVICE: cuda takes the first two visible GPUs (one for the trainer, one for the rollout),
+cuda-shared puts both on the first one, cpu (the default) needs none. What shares a GPU shares its time: learning and
+tokens are as ever, tokens/s are not those of a machine that has a GPU for each.
 """
 
 from __future__ import annotations
@@ -11,17 +12,41 @@ import os
 import sys
 from pathlib import Path
 
-from bench.common import TESTBED
+from bench.common import ROOT, TESTBED
 
 VALIDATION_PROMPTS = 128  # of the testbed
 FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 MAIN_PPO = "verl.trainer.main_ppo"
 
-DEVICE = os.environ.get("ESGRPO_BENCH_DEVICE", "cpu")
+DEVICES = ("cpu", "cuda", "cuda-shared")
+SHARED_GPUS = 8  # logical ones, of which a run takes what it needs
+
+
+def _device() -> str:
+    named = os.environ.get("ESGRPO_BENCH_DEVICE", "cpu")
+    if named not in DEVICES:
+        raise SystemExit(f"bench: ESGRPO_BENCH_DEVICE is {named!r} | wanted one of {', '.join(DEVICES)} | nothing was "
+                         "run | set it, or unset it for the CPU")
+    return named
+
+
+_NAMED = _device()
+SHARED = _NAMED == "cuda-shared"
+DEVICE = _NAMED.partition("-")[0]
+
+
+def _one_gpu() -> dict[str, str]:
+    """Ray gives every actor a GPU of its own out of this list, and all of them are the same one."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+    # with a device twice in the list CUDA sees none in processes that Ray gave none: verl would call them CPUs
+    return {"CUDA_VISIBLE_DEVICES": ",".join([first] * SHARED_GPUS), "VERL_PLATFORM": "nvidia"}
+
+
 ENVIRONMENT = {
     # on Hopper torch 2.11 asks cuDNN for masked attention first, which may build a plan for a new padded length: of 12
     # lengths 4 took 1.2 to 2.0 s more than without it (H200), the others up to 2.5 times as long
     **({"VERL_PLATFORM": "cpu"} if DEVICE == "cpu" else {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
+    **(_one_gpu() if SHARED else {}),
     "HF_HUB_OFFLINE": "1",
     "HYDRA_FULL_ERROR": "1",
     "PYTHONUNBUFFERED": "1",
@@ -62,13 +87,27 @@ _OF_DEVICE = {
         "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",
     ],
 }
-_CHECKPOINT_ENGINE = {"cpu": "cpu_zmq", "cuda": "nccl"}[DEVICE]
-_RAY_GPUS = {"cpu": ["+ray_kwargs.ray_init.num_gpus={}"], "cuda": []}[DEVICE]  # logical ones: verl asks Ray for GPUs
+# NCCL wants a GPU for each rank; verl imports the module before it looks the engine up
+_SHARED_GPU = ["actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=bench.common.shared_gpu"]
+_CHECKPOINT_ENGINE = "nccl" if DEVICE == "cuda" and not SHARED else "cpu_zmq"
+_LOGICAL_GPUS = DEVICE == "cpu" or SHARED  # verl asks Ray for GPUs
 
 
 def _machine(replicas: int, trainers: int = 1) -> list[str]:
-    return [*_COMMON, *_OF_DEVICE[DEVICE], f"trainer.n_gpus_per_node={trainers}",
-            *[line.format(trainers + replicas) for line in _RAY_GPUS]]
+    logical = [f"+ray_kwargs.ray_init.num_gpus={trainers + replicas}"] if _LOGICAL_GPUS else []
+    return [*_COMMON, *_OF_DEVICE[DEVICE], *(_SHARED_GPU if SHARED else []), f"trainer.n_gpus_per_node={trainers}",
+            *logical]
+
+
+def engine_room(share: float) -> list[str]:
+    """Of a GPU's memory, for vLLM; on a shared GPU for its KV cache, because vLLM would measure what trainers take."""
+    lines = [f"actor_rollout_ref.rollout.gpu_memory_utilization={share}"]
+    if SHARED:
+        import torch
+
+        memory = torch.cuda.get_device_properties(0).total_memory  # bytes
+        lines.append(f"+{_VLLM}.kv_cache_memory_bytes={int(share * memory)}")
+    return lines
 
 
 def _task(model, train_file, val_file, reward_file, run_dir, prompt_length, response_length, group_size, mini_batch,
@@ -168,5 +207,6 @@ def command(main: str, overrides: list[str]) -> list[str]:
 
 def environment(overlay: str) -> dict[str, str]:
     """The environment of such a command; `overlay` is the directory that holds the package."""
-    paths = [overlay] + [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    ours = [overlay, *([str(ROOT)] if SHARED else [])]
+    paths = ours + [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}

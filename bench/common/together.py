@@ -14,14 +14,15 @@ from bench.common.arm import STARTUP_LIMIT_S
 from bench.common.console import say
 
 ENGINE_MEMORY = 0.7  # of a GPU, for the engines of all runs; one alone has 0.3
+SHARED_MEMORY = 0.4  # the same where the trainers are on that GPU, too
 HELPER = ROOT / "bench" / "together"
 POLL_S, PROGRESS_S = 0.5, 15.0
 LIMIT_S = 0.8 * STARTUP_LIMIT_S  # for all to be there: who was there first is not ready before its gate is open
 
 
-def engine_memory(runs: int) -> float:
-    """vLLM's gpu_memory_utilization of each run."""
-    return round(ENGINE_MEMORY / runs, 3)
+def engine_memory(runs: int, shared: bool = False) -> float:
+    """vLLM's share of a GPU's memory, of each run; `shared`: with trainers on the same one."""
+    return round((SHARED_MEMORY if shared else ENGINE_MEMORY) / runs, 3)
 
 
 def _environment(folder: Path, number: int) -> dict[str, str]:

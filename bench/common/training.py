@@ -184,7 +184,8 @@ def device(options) -> str:
         return f"{platform.machine()}, {cpu_model()}, {options.cores} cores a run"
     import torch
 
-    return f"{torch.cuda.get_device_name()}, {trainers(options) + options.replicas} a run, {options.cores} cores a run"
+    gpus = "one for all" if stack.SHARED else f"{trainers(options) + options.replicas} a run"
+    return f"{torch.cuda.get_device_name()}, {gpus}, {options.cores} cores a run"
 
 
 def trainers(options) -> int:

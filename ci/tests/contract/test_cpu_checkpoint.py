@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 
 import pytest
 
@@ -59,3 +60,13 @@ def test_what_others_send_is_dropped(engines, capsys, token):
     stranger.close(linger=0)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "not from this run's trainer" in said
+
+
+def test_a_module_that_verl_imports_brings_it_to_gpus(monkeypatch):
+    """Where the CPU platform is off; `custom_backend_module` is imported in every process that makes an engine."""
+    from verl.utils.import_utils import import_external_libs
+
+    monkeypatch.setattr(base.CheckpointEngineRegistry, "_registry", {})
+    monkeypatch.delitem(sys.modules, "bench.common.shared_gpu", raising=False)
+    import_external_libs("bench.common.shared_gpu")
+    assert list(base.CheckpointEngineRegistry._registry) == ["cpu_zmq"]

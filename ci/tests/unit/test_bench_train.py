@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from bench import train
-from bench.common import algorithms, compare, modules, scales, stack, training
+from bench.common import ROOT, algorithms, compare, modules, scales, stack, training
 from ci.tests.unit.test_ablation import settings_of
 from ci.tests.unit.test_bench_robustness import write_run
 
@@ -189,3 +194,29 @@ def test_a_run_begins_with_the_files_that_it_is_brought(tmp_path, monkeypatch):
     training.run_one("x", ["a"], tmp_path / "run", 1.0, 0.5, main=stack.MAIN_PPO,
                      brought={"own.json": tmp_path / "history.json"})
     assert seen == [("warm", stack.MAIN_PPO)]
+
+
+def in_environment(device, code):
+    """Standard output of `code` in an interpreter whose ESGRPO_BENCH_DEVICE is `device`."""
+    environment = {**os.environ, "ESGRPO_BENCH_DEVICE": device, "CUDA_VISIBLE_DEVICES": "3,4"}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_all_of_a_run_may_share_one_gpu():
+    code = ("import json; from bench.common import stack; print(json.dumps([stack.DEVICE, stack.environment('overlay'),"
+            "stack.fully_async('m', 't', 'v', 'r', 'd', replicas=2)]))")
+    device, environment, lines = json.loads(in_environment("cuda-shared", code).stdout)
+    assert device == "cuda" and set(environment["CUDA_VISIBLE_DEVICES"].split(",")) == {"3"}
+    assert str(ROOT) in environment["PYTHONPATH"].split(os.pathsep)  # Ray's workers import the module below
+    told = dict(line.lstrip("+").split("=", 1) for line in lines)
+    assert told["ray_kwargs.ray_init.num_gpus"] == "3"
+    assert told[f"{ROLLOUT}.checkpoint_engine.backend"] == "cpu_zmq"
+    assert told[f"{ROLLOUT}.checkpoint_engine.custom_backend_module"] == "bench.common.shared_gpu"
+    _, environment, lines = json.loads(in_environment("cuda", code).stdout)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "3,4"
+    assert f"{ROLLOUT}.checkpoint_engine.backend=nccl" in lines and not any("custom_backend" in line for line in lines)
+
+
+def test_unknown_device_is_one_line():
+    done = in_environment("tpu", "import bench.common.stack")
+    assert done.returncode == 1 and "ESGRPO_BENCH_DEVICE is 'tpu'" in done.stderr and "Traceback" not in done.stderr

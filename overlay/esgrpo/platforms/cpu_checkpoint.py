@@ -63,7 +63,7 @@ def register(base) -> None:
             header = {"tensors": [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in bucket],
                       "last": last}
             frames = [json.dumps(header).encode()]
-            frames += [t.reshape(-1).view(torch.uint8).numpy().tobytes() for _, t in bucket]
+            frames += [t.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for _, t in bucket]
             for socket, token in self.push:
                 socket.send_multipart([token, *frames])
 
