@@ -23,7 +23,8 @@ FRESH = "fresh tokens/s"  # each token weighs less with its age
 TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
 CPU = ("ablation_search.json", "ablation_chain.json")
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
-SEVEN_B = "engine_h200_7b.jsonl"  # memory for about half of what would run; rivals with headroom, too
+# memory for about half of what would run; rivals with headroom, too; four updates, and eight
+SEVEN_B, SEVEN_B_EIGHT = "engine_h200_7b.jsonl", "engine_h200_7b_eight_updates.jsonl"
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 # five and six arms at once on two H200s, longer than TRAINING
@@ -94,7 +95,8 @@ def _stale(policy: str) -> str:
 
 def _seven_b() -> dict[str, str]:
     """One replica of 7 B with scarce memory: ES-GRPO with headroom against the others, and against itself without."""
-    seeds, ours = _engine(SEVEN_B).values(), "es-grpo@0.05"
+    four, eight, ours = [*_engine(SEVEN_B).values()], [*_engine(SEVEN_B_EIGHT).values()], "es-grpo@0.05"
+    seeds = four + eight
 
     def of(policy: str, measure) -> list[float]:
         return [measure(found[policy]) for found in seeds if policy in found]
@@ -106,11 +108,12 @@ def _seven_b() -> dict[str, str]:
         found = of(policy, lambda run: run["versions_old"]["rows"]["share"])
         return f"{min(found):.0%} … {max(found):.0%}"
 
-    roll, = times("rollpacker@0.05")
-    return {"own7": span(times("colocate_async@0.05")), "april7": span(times("april@0.05")), "roll7": f"{roll:.2f}",
-            "headroom": span(times("es-grpo")), "runs7": str(len(times("es-grpo"))),
+    roll4, roll8 = times("rollpacker@0.05")
+    return {"own7": span(times("colocate_async@0.05")), "april7": span(times("april@0.05")),
+            "roll7": f"{roll4:.2f}", "roll8": f"{roll8:.2f}", "barrier7": spread(times("verl@0.05")).partition(" ")[0],
+            "headroom": span(times("es-grpo")), "runs7": str(len(four)), "runs8": str(len(eight)),
             "stale7": stale(ours), "stale7_own": stale("colocate_async@0.05"),
-            "preempted": span(of(ours, lambda run: run["preemptions"]), 0),
+            "preempted": span([found[ours]["preemptions"] for found in four], 0),
             "preempted_without": span(of("es-grpo", lambda run: run["preemptions"]), 0),
             "kept7": span(of(ours, lambda run: run["decisions"]["keep"]), 0)}
 

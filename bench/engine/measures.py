@@ -100,13 +100,13 @@ def reconcile(policy: str, decoded: int, engines: int, trained: int, waste: Mapp
 
 
 def ratios(runs: Sequence[Mapping], base: str, key: str = "s_per_update") -> dict[str, dict]:
-    """For every policy: how many times faster than `base` in the same repeat of the same seed; median, smallest,
-    largest, count. Beside it what a speed alone does not say: the median share of its trained rows that are stale, and
-    its decisions."""
+    """For every policy: how many times faster than `base` in the same repeat of the same seed with the same KV
+    headroom; median, smallest, largest, count. Beside it what a speed alone does not say: the median share of its
+    trained rows that are stale, and its decisions."""
     def pair(run: Mapping) -> tuple:
-        return run["scenario"], run["repeat"], run.get("seed")
+        return run["scenario"], run["repeat"], run.get("seed"), run["policy"].partition("@")[2]
 
-    bases = {pair(run): run[key] for run in runs if run["policy"] == base}
+    bases = {pair(run): run[key] for run in runs if run["policy"].partition("@")[0] == base.partition("@")[0]}
     found: dict[str, list[Mapping]] = {}
     for run in runs:
         if pair(run) in bases:
@@ -158,11 +158,12 @@ def table(summary: Mapping) -> list[list[str]]:
 
 
 def preempted(summary: Mapping) -> str:
-    """One line when preemptions cost enough for admission by KV room to gain something, else an empty one."""
+    """One line when preemptions cost enough for KV headroom to gain something, else an empty one."""
     names = [f"{name} {cost['recomputed']:.1%}" for name, cost in summary["costs"].items()
              if cost["recomputed"] > PREEMPTIONS_MATTER]
-    return (f"preemptions made {', '.join(names)} of the decoded tokens be computed again: above "
-            f"{PREEMPTIONS_MATTER:.0%} admission that knows the KV room could gain something" if names else "")
+    return (f"preemptions lost {', '.join(names)} of the decoded tokens, of which a prefix cache may have kept a part: "
+            f"above {PREEMPTIONS_MATTER:.0%} KV headroom (NAME@0.05), or more of it, could gain something"
+            if names else "")
 
 
 def _spread(values: list[float]) -> dict:

@@ -56,6 +56,15 @@ def test_ratios_are_taken_within_a_repeat_and_the_best_rival_is_found():
     assert measures.summary(runs[:2])["against_best_rival"] == {}
 
 
+def test_only_runs_with_the_same_headroom_are_compared():
+    found = measures.summary([_run("verl@0.05", 0, 10.0), _run("april@0.05", 0, 5.0), _run("april", 0, 6.0),
+                              _run("es-grpo@0.05", 0, 4.0), _run("es-grpo", 0, 3.0)])
+    assert {name: ratio["median"] for name, ratio in found["against_verl"].items()} == {
+        "sync verl@0.05": 1.0, "sync april@0.05": 2.0, "sync es-grpo@0.05": 2.5}  # verl without it was not played
+    rival = found["against_best_rival"]
+    assert rival["sync es-grpo@0.05"]["median"] == 1.25 and rival["sync es-grpo"]["median"] == 2.0
+
+
 def test_what_a_speed_costs_stands_in_its_row_and_only_costly_preemptions_ask_for_admission():
     found = measures.summary([_run("verl", 0, 10.0, 10), _run("april", 0, 5.0, 30), _run("april", 1, 5.0, 50),
                               _run("es-grpo", 0, 4.0, 20)])
