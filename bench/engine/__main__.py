@@ -163,25 +163,29 @@ def save(options, facts: dict, driver: Driver, repeat: int, capacity: int) -> di
 
 
 def compare(fleet: Fleet, options, facts: dict, began: float) -> list[dict]:
-    end, records, longest = began + options.deadline, [], 0.0
+    """The records of all runs that end before the deadline; one that would not, as far as is known, is left out."""
+    end, records = began + options.deadline, []
+    took: dict[tuple, float] = {}  # (workload, scenario, policy) -> seconds of its longest run
     capacity = measured_capacity(fleet, options, facts, end)
-    todo = schedule(options)
-    while todo:
-        repeat, options.seed, options.workload, scenario, name = todo[0]
-        if time.monotonic() + longest > end:
-            break
+    left = []
+    for run in schedule(options):
+        repeat, options.seed, *kind = run
+        options.workload, scenario, name = kind
+        started, expected = time.monotonic(), took.get(tuple(kind), max(took.values(), default=0.0))
+        if started + expected > end:
+            left.append(run)
+            continue
         common.say(f"{options.workload} {scenario} {name} #{repeat} of seed {options.seed} begins")
-        started = time.monotonic()
         try:
             driver = play(fleet, options, name, scenario, capacity, end)
         except OutOfTime:
-            break
-        longest = max(longest, time.monotonic() - started)
+            left.append(run)
+            continue
+        took[tuple(kind)] = max(took.get(tuple(kind), 0.0), time.monotonic() - started)
         records.append(save(options, facts, driver, repeat, capacity))
-        todo.pop(0)
-    if todo:
-        common.say(f"out of time, left out: {todo}")
-        names = [(repeat, f"seed {seed}", *rest) for repeat, seed, *rest in todo]
+    if left:
+        common.say(f"out of time, left out: {left}")
+        names = [(repeat, f"seed {seed}", *rest) for repeat, seed, *rest in left]
         common.append(options.results, {"kind": "left_out", "runs": names, "why": "out of time",
                                         **{key: getattr(options, key) for key in ("groups", "members", "cap")}})
     return records

@@ -35,7 +35,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=1024, help="longest prompt, tokens")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "esgrpo-engine-bench",
                         help="compiled kernels and the random model's config")
-    parser.add_argument("--deadline", type=float, default=1e9, help="begin nothing new after so many seconds")
+    parser.add_argument("--deadline", type=float, default=1e9,
+                        help="seconds; a run that would not end before it is left out")
 
 
 def _line(*command: str) -> str:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from bench.engine import __main__ as main
 from bench.engine import measures, model, options, tau
 from bench.engine.__main__ import LEAST_UPDATES, flattered, parse, schedule, warning
 from bench.engine.replica import missing_hooks
@@ -183,3 +184,22 @@ def test_an_engine_without_the_hook_stops_the_benchmark():
     assert len(missing_hooks(Plain())) == 2
     drifted = missing_hooks(Plain({"segment-scheduler": "DRIFTED", "engine-core-utilities": "APPLIED"}))
     assert drifted == ["segment-scheduler: DRIFTED (why)", "the scheduler is a plain object"]
+
+
+def test_a_run_that_would_not_end_in_time_is_left_out_and_shorter_ones_are_played(monkeypatch, tmp_path):
+    clock, seconds = [0.0], {"verl": 100.0, "es-grpo": 20.0}
+
+    def play(fleet, options, name, scenario, capacity, end):
+        clock[0] += seconds[name]
+        if clock[0] > end:
+            raise main.OutOfTime
+
+    asked = main.parse(["--policies", "verl,es-grpo", "--seed", "1,2,3", "--deadline", "210", "--results",
+                          str(tmp_path / "r.jsonl")])
+    monkeypatch.setattr(main.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(main, "measured_capacity", lambda *_: 1)
+    monkeypatch.setattr(main, "play", play)
+    monkeypatch.setattr(main, "save", lambda options, facts, driver, repeat, capacity: options.seed)
+    assert main.compare(None, asked, {}, 0.0) == [1, 1, 2, 3]  # verl's second turn ends at 240 s, es-grpo's at 160
+    left, = map(json.loads, asked.results.read_text().splitlines())
+    assert left["runs"] == [[0, "seed 2", "math", "sync", "verl"], [0, "seed 3", "math", "sync", "verl"]]
