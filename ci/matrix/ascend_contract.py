@@ -86,6 +86,13 @@ def _dynamic_batch(config, asynchronous: bool) -> None:
     config.scheduler_config.SLO_limits_for_dynamic_batch = LATENCY_MS
 
 
+def _profiling_chunk(config, asynchronous: bool) -> None:
+    """It refuses to start without pipeline parallelism. Nobody profiled it here: it has vLLM's own chunks."""
+    config.parallel_config.pipeline_parallel_size = 2
+    config.additional_config = {"profiling_chunk_config": {"enabled": True}}
+    config.scheduler_config.scheduler_cls = "vllm_ascend.core.scheduler_profiling_chunk.ProfilingChunkScheduler"
+
+
 def _balance(config, asynchronous: bool) -> None:
     """A process-wide rebinding of vLLM's Scheduler: comes last."""
     importlib.import_module("vllm_ascend.patch.platform.patch_balance_schedule")
@@ -98,9 +105,14 @@ INSTALLS = (
     ("RecomputeScheduler", False, "vllm_ascend.core.scheduler_dynamic_batch", _recompute),
     ("AsyncRecomputeScheduler", True, "vllm_ascend.core.scheduler_dynamic_batch", _recompute),
     ("SchedulerDynamicBatch", False, "vllm_ascend.core.scheduler_dynamic_batch", _dynamic_batch),
+    ("ProfilingChunkScheduler", False, "vllm_ascend.core.scheduler_profiling_chunk", _profiling_chunk),
     ("BalanceScheduler", False, "vllm_ascend.patch.platform.patch_balance_schedule", _balance),
     ("AsyncScheduler", True, "vllm_ascend.patch.platform.patch_balance_schedule", _balance),
 )
+
+
+PLATFORM_PATCHES = "vllm_ascend.patch.platform"
+RELIED_ON = f"{PLATFORM_PATCHES}.patch_async_swa_kv_lifetime"  # 0.23: gives requests what RecomputeScheduler reads
 
 
 def _exists(module: str) -> bool:
@@ -148,7 +160,10 @@ def main() -> int:
     engine.boot()
     report = Report(vllm=engine.upstream_version("vllm"), ascend=metadata.version("vllm-ascend"))
     report.run("both", hooks_are_applied)
-    upstream_class(True)  # as in an engine: the async class is imported before vllm-ascend may rebind its base
+    if _exists(RELIED_ON):
+        importlib.import_module(PLATFORM_PATCHES)  # as its platform does when vLLM registers it, before any scheduler
+    else:
+        upstream_class(True)  # as in an engine: the async class is imported before vllm-ascend may rebind its base
     for name, asynchronous, module, install in INSTALLS:
         if _exists(module):
             check(report, name, asynchronous, install)
