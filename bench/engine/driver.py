@@ -382,6 +382,16 @@ class Driver:
         self._flush()
         self.policy.weights_changed(self.now)
         self._new_version()
+        if self.policy.sync != KEEP and not self.policy.sleeps:
+            self._resume()
+
+    def _resume(self) -> None:
+        """Clients that wait at the paused engines: their requests come before anything new, as they do in verl, where
+        generation resumes (PPOTrainerColocateAsync.on_step_end) before the next batch is added (prepare_step)."""
+        while any(flight.version < self.ledger.version for flight in self.flights.values()):
+            self._hear(PATIENCE_S)
+            self._check()
+        self._wake()
 
     def _new_version(self) -> None:
         self.ledger.version = len(self.update_times)

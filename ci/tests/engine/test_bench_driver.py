@@ -64,6 +64,20 @@ def test_what_is_carried_is_stale_and_what_is_kept_is_counted(name, keeps):
     assert (record["decisions"]["keep"] > 0) == keeps and (record["reprefill_tokens"] == 0) == keeps
 
 
+def test_what_verl_carries_over_comes_before_new_prompts():
+    """Its clients wait at the paused engines; behind the new ones they would start late, and short rows be trained."""
+    driver = drive(policy("colocate_async"), updates=6)
+    syncs = driver.record["update_times"][:-1]
+    aborted = resumed_at = 0
+    for began, ended in zip(syncs, driver.record["update_times"][1:], strict=True):
+        attempts = [(row["submit"], number > 0) for about in driver.trace.values()
+                    for number, row in enumerate(about["attempts"]) if began <= row["submit"] < ended]
+        resumed, fresh = ([at for at, again in attempts if again is kind] for kind in (True, False))
+        aborted, resumed_at = aborted + len(resumed), max(resumed, default=0.0)
+        assert resumed_at <= min(fresh, default=math.inf)
+    assert aborted > 10
+
+
 class Cutting(Verl):
     """Yields, prunes and goes on at boundaries, all mixed."""
 
