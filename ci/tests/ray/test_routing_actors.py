@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from importlib import metadata
 
 import pytest
@@ -71,7 +69,7 @@ print("ANSWERS" + json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def answers(overlay, clean_environment, tmp_path_factory):
+def answers(overlay, clean_environment, tmp_path_factory, ray_driver):
     place = tmp_path_factory.mktemp("routing")
     (place / "actor.py").write_text(ACTOR)
     if "vllm" not in {found.metadata["Name"] for found in metadata.distributions()}:
@@ -79,8 +77,7 @@ def answers(overlay, clean_environment, tmp_path_factory):
         (place / "vllm.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.28.0\n")
     environment = {**clean_environment, "PYTHONPATH": os.pathsep.join([overlay, str(place)]), "ESGRPO_ENABLE": "1",
                    "ESGRPO_FEATURES": "observe,segment,history,routing"}
-    done = subprocess.run([sys.executable, "-c", DRIVER], cwd=place, env=environment, capture_output=True, text=True,
-                          timeout=400)
+    done = ray_driver(DRIVER, cwd=place, env=environment)
     line = next((x for x in done.stdout.splitlines() if x.startswith("ANSWERS")), None)
     assert line, done.stderr[-3000:]
     return json.loads(line.removeprefix("ANSWERS"))

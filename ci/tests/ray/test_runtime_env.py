@@ -3,8 +3,6 @@
 import importlib
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -39,14 +37,13 @@ print(json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory, overlay, clean_environment):
+def answers(tmp_path_factory, overlay, clean_environment, ray_driver):
     directory = tmp_path_factory.mktemp("runtime_env")
     work = directory / "work"
     work.mkdir()
     (work / "marker").write_text("")
     environment = {**clean_environment, "PYTHONPATH": overlay, "ESGRPO_ENABLE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run([sys.executable, "-c", DRIVER, str(work)], env=environment, cwd=directory,
-                          capture_output=True, text=True, timeout=400)
+    done = ray_driver(DRIVER, str(work), env=environment, cwd=directory)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,11 +57,11 @@ print("ANSWER" + json.dumps({"slots": slots, "came_through": bool(done),
 
 
 @pytest.fixture(scope="module", params=["plain", "hooked"])
-def answer(request, tmp_path_factory) -> tuple[bool, dict]:
+def answer(request, tmp_path_factory, ray_driver) -> tuple[bool, dict]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ESGRPO_")}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, request.param], capture_output=True, text=True, timeout=240,
-                          env={**clean, "PYTHONPATH": str(OVERLAY), "ESGRPO_ENABLE": "0", "VERL_PLATFORM": "cpu",
-                               "HF_HUB_OFFLINE": "1"}, cwd=tmp_path_factory.mktemp("slots"))
+    done = ray_driver(SCRIPT, request.param, cwd=tmp_path_factory.mktemp("slots"),
+                      env={**clean, "PYTHONPATH": str(OVERLAY), "ESGRPO_ENABLE": "0", "VERL_PLATFORM": "cpu",
+                           "HF_HUB_OFFLINE": "1"})
     line = next((x for x in done.stdout.splitlines() if x.startswith("ANSWER")), None)
     assert line, done.stderr[-3000:]
     return request.param == "hooked", json.loads(line.removeprefix("ANSWER"))

@@ -8,8 +8,6 @@ becomes "lost" would be a silent failure of every run.
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -135,7 +133,7 @@ ROWS = {
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory, overlay, clean_environment):
+def answers(tmp_path_factory, overlay, clean_environment, ray_driver):
     """What each row's actor said; one Ray cluster for all rows."""
     directory = tmp_path_factory.mktemp("survival")
     modules, site = directory / "modules", directory / "site"
@@ -152,8 +150,7 @@ def answers(tmp_path_factory, overlay, clean_environment):
     path = [str(p) for p in (ray_path, site, overlay, modules) if p]
     environment = {**clean_environment, "PYTHONPATH": os.pathsep.join(path), "RAY_USAGE_STATS_ENABLED": "0"}
     nowhere = os.pathsep.join(p for p in (ray_path, str(modules)) if p)
-    done = subprocess.run([sys.executable, "-c", DRIVER, nowhere, json.dumps(rows)], env=environment,
-                          cwd=directory, capture_output=True, text=True, timeout=400)
+    done = ray_driver(DRIVER, nowhere, json.dumps(rows), env=environment, cwd=directory)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
