@@ -24,7 +24,8 @@ TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h20
 CPU = ("ablation_search.json", "ablation_chain.json")
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
 # memory for about half of what would run; rivals with headroom, too; four updates, and eight
-SEVEN_B, SEVEN_B_EIGHT = "engine_h200_7b.jsonl", "engine_h200_7b_eight_updates.jsonl"
+SEVEN_B = "engine_h200_7b.jsonl"
+SEVEN_B_EIGHT = ("engine_h200_7b_three_seeds.jsonl", "engine_h200_7b_eight_updates.jsonl")
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 # five and six arms at once on two H200s, longer than TRAINING
@@ -76,7 +77,7 @@ def _engine(name: str) -> dict[tuple, dict[str, dict]]:
     found: dict[tuple, dict[str, dict]] = {}
     for line in (RESULTS / name).read_text().splitlines():
         row = json.loads(line)
-        if row.get("kind") == "run":
+        if row.get("kind") == "run" and "withdrawn" not in row:  # with the reason, where a policy was not played right
             found.setdefault((row["cap"], row["groups"], row["time"], row["seed"]), {})[row["policy"]] = row
     return found
 
@@ -87,35 +88,28 @@ def _against(other: str, names=BARRIER) -> list[float]:
             for name in names for found in _engine(name).values() if {other, "es-grpo"} <= found.keys()]
 
 
-def _stale(policy: str) -> str:
-    """Share of rows that hold tokens of older weights."""
-    found = [one[policy]["versions_old"]["rows"]["share"] for name in CARRIED for one in _engine(name).values()]
-    return f"{min(found):.0%} … {max(found):.0%}"
-
-
 def _seven_b() -> dict[str, str]:
     """One replica of 7 B with scarce memory: ES-GRPO with headroom against the others, and against itself without."""
-    four, eight, ours = [*_engine(SEVEN_B).values()], [*_engine(SEVEN_B_EIGHT).values()], "es-grpo@0.05"
-    seeds = four + eight
+    four, ours = [*_engine(SEVEN_B).values()], "es-grpo@0.05"
+    eight = [found for name in SEVEN_B_EIGHT for found in _engine(name).values()]
 
-    def of(policy: str, measure) -> list[float]:
-        return [measure(found[policy]) for found in seeds if policy in found]
+    def of(policy: str, measure, among) -> list[float]:
+        return [measure(found[policy]) for found in among if policy in found]
 
-    def times(policy: str) -> list[float]:
-        return [found[policy]["s_per_update"] / found[ours]["s_per_update"] for found in seeds if policy in found]
+    def times(policy: str, among) -> list[float]:
+        return [found[policy]["s_per_update"] / found[ours]["s_per_update"] for found in among if policy in found]
 
-    def stale(policy: str) -> str:
-        found = of(policy, lambda run: run["versions_old"]["rows"]["share"])
-        return f"{min(found):.0%} … {max(found):.0%}"
-
-    roll4, roll8 = times("rollpacker@0.05")
-    return {"own7": span(times("colocate_async@0.05")), "april7": span(times("april@0.05")),
-            "roll7": f"{roll4:.2f}", "roll8": f"{roll8:.2f}", "barrier7": spread(times("verl@0.05")).partition(" ")[0],
-            "headroom": span(times("es-grpo")), "runs7": str(len(four)), "runs8": str(len(eight)),
-            "stale7": stale(ours), "stale7_own": stale("colocate_async@0.05"),
-            "preempted": span([found[ours]["preemptions"] for found in four], 0),
-            "preempted_without": span(of("es-grpo", lambda run: run["preemptions"]), 0),
-            "kept7": span(of(ours, lambda run: run["decisions"]["keep"]), 0)}
+    stale = of(ours, lambda run: run["versions_old"]["rows"]["share"], four + eight)
+    roll4, = times("rollpacker@0.05", four)
+    return {"own7": span(times("colocate_async@0.05", eight)), "april7": span(times("april@0.05", four + eight)),
+            "roll7": f"{roll4:.2f}", "roll8": span(times("rollpacker@0.05", eight)),
+            "barrier7": spread(times("verl@0.05", eight)).partition(" ")[0],
+            "headroom": span(times("es-grpo", four)), "runs7": str(len(four)),
+            "runs8": str(len({found[ours]["seed"] for found in eight})),
+            "stale7": f"{min(stale):.0%} … {max(stale):.0%}",
+            "preempted": span(of(ours, lambda run: run["preemptions"], four), 0),
+            "preempted_without": span(of("es-grpo", lambda run: run["preemptions"], four), 0),
+            "kept7": span(of(ours, lambda run: run["decisions"]["keep"], four + eight), 0)}
 
 
 def _simulated(setting: str, policy: str = "es-grpo") -> dict:
@@ -209,9 +203,8 @@ def numbers() -> dict[str, str]:
         "settings": str(len(grid)), "grid": f"{min(grid):+.3f} … {max(grid):+.3f}",
         "search": spread(cpu[CPU[0]]), "chain": spread(cpu[CPU[1]]), "seeds": str(len(cpu[CPU[0]])),
         "barrier": span(_against("verl")), "barrier_runs": str(len(_against("verl"))),
-        "april": spread(_against("april", CARRIED)), "own": spread(_against("colocate_async", CARRIED)),
-        "own_runs": str(len(_against("colocate_async", CARRIED))), "stale": _stale("es-grpo"),
-        "stale_own": _stale("colocate_async"), "async": spread(_against("verl", ASYNC)),
+        "april": spread(_against("april", CARRIED)), "april_runs": str(len(_against("april", CARRIED))),
+        "async": spread(_against("verl", ASYNC)),
         "async_runs": str(len(_against("verl", ASYNC))),
         "simulated": _range(math_), "code": _range(code), **_parts(), **_pretrained(), **_seven_b(),
     }

@@ -335,6 +335,13 @@ def test_runs_left_out_are_said(tmp_path):
     assert record.notes == (said, f"{said} (8 groups x 4, cap 512, seed 2)")
 
 
+def test_a_withdrawn_run_is_said_and_counts_nowhere(tmp_path):
+    engine_record(tmp_path, [RUN, {**RUN, "policy": "april", "withdrawn": "it was played in another order"}])
+    record, = load.records(tmp_path)
+    assert record.notes == ("Withdrawn, april: it was played in another order.",)
+    assert [run["policy"] for run in record.data["runs"]] == [RUN["policy"]]
+
+
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsys):
     ablation_record(tmp_path)
     capsys.readouterr()

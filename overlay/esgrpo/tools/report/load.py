@@ -193,16 +193,19 @@ def _with_headroom(line: dict) -> dict:
 def _joined(lines: list[dict]) -> list[dict]:
     """Appended lines of the engine benchmark: all runs as one record. A tau(b) that was measured where its engines
     started is counted, not shown: the simulator's validation uses it."""
-    runs_ = [_with_headroom(line) for line in lines if "policy" in line]
+    played = [_with_headroom(line) for line in lines if "policy" in line]
+    runs_ = [line for line in played if "withdrawn" not in line]
     if not runs_:
         return [line for line in lines if line.get("kind") not in ("summary", "left_out")]
     facts = {key: "; ".join(dict.fromkeys(str(line[key]) for line in runs_ if line.get(key)))
              for key in ("command", "commit", "device")}
     left = [_left_out(line) for line in lines if line.get("kind") == "left_out"]  # a summary repeats what runs say
+    wrong = dict.fromkeys(f"Withdrawn, {line['policy']}: {line['withdrawn']}."
+                          for line in played if "withdrawn" in line)
     hosts = dict.fromkeys(f"Beside it on the host: {line['host']}." for line in runs_ if line.get("host"))
     taus = sum(line.get("kind") == "tau" for line in lines)
     starts = [f"tau(b) was measured at {taus} of the starts, too: the file holds it."] if taus else []
-    return [{**facts, "runs": runs_, "notes": [*left, *hosts, *starts]}]
+    return [{**facts, "runs": runs_, "notes": [*left, *wrong, *hosts, *starts]}]
 
 
 def _contents(path: Path) -> list[dict]:
