@@ -30,6 +30,7 @@ BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 # five and six arms at once on two H200s, longer than TRAINING
 PARTS, LEFT_OUT = "train_h200_parts.json", "train_h200_left_out.json"
+VERDICTS = "train_h200_verdicts.json"  # three arms on one H200, the present rule of verdicts
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
 ENGLISH, CHINESE = "en", "zh"
 DPI = 130
@@ -137,7 +138,7 @@ def _arms(name: str) -> dict[str, dict]:
 
 def _parts() -> dict[str, str]:
     """Of the longer runs: where each arm's held-out reward ends, and effective tokens/s as a ratio."""
-    parts, left_out = _arms(PARTS), _arms(LEFT_OUT)
+    parts, left_out, present = _arms(PARTS), _arms(LEFT_OUT), _arms(VERDICTS)
 
     def times(arms: dict[str, dict], name: str, base: str = "plain", key: str = "effective tokens/s") -> str:
         return f"{arms[name][key] / arms[base][key]:.2f}"
@@ -161,6 +162,10 @@ def _parts() -> dict[str, str]:
             "loops_times": times(parts, "C loops"), "verdicts_times": times(parts, "C verdicts", "C loops"),
             "control_gpu": times(left_out, controlled, "overlay", "effective tokens/s, later half"),
             "verdicts_cut": f"{parts['C verdicts']['decisions: verdicts']:,}",
+            "present_times": times(present, "C verdicts", "C loops"), "present_loops": end(present, "C loops"),
+            "present_verdicts": end(present, "C verdicts"),
+            "present_useful": times(present, "C verdicts", "C loops", USEFUL),
+            "present_cut": f"{present['C verdicts']['decisions: verdicts']:,}",
             "all_verdicts_cut": f"{left_out['all verdicts']['decisions: verdicts']:,}"}
 
 
