@@ -14,7 +14,7 @@ from bench.common.algorithms import LOSSES
 
 TRAINERS = ("fully_async", "separate_async")
 NAMES = {"plain": "off", "overlay": "all"}  # for arms of bench.common.modules
-_NUMBER, _COUNT = r"\d+(\.\d+)?", r"[1-9]\d*"
+_NUMBER, _COUNT, _RATE = r"\d+(\.\d+)?", r"[1-9]\d*", r"\d+(\.\d+)?(e-\d+)?"
 # name -> (what it must look like, in words, trainers that have it)
 VALUES = {
     "staleness": (_NUMBER, "a number from 0 on: async_training.staleness_threshold", ("fully_async",)),
@@ -23,6 +23,7 @@ VALUES = {
     "off_policy": (_COUNT, "weight versions that a response may span, from 1 on", ("separate_async",)),
     "workers": (_COUNT, "processes of the agent loop and of the reward loop, from 1 on", TRAINERS),
     "gpus": (rf"{_COUNT}/{_COUNT}", "TRAINER/ROLLOUT GPUs, as in 2/2", TRAINERS),
+    "lr": (_RATE, "a learning rate, as in 1e-4", TRAINERS),
     "steps": (_COUNT, "optimiser steps a weight version, from 1 on", TRAINERS),
     "loss": ("|".join(map(re.escape, LOSSES)), f"one of {', '.join(LOSSES)}", TRAINERS),
     "history": ("cold|warm", "cold or warm", TRAINERS),
@@ -30,7 +31,8 @@ VALUES = {
     "switch": ("on|off", "on or off: verl lends the trainer's GPUs to the rollout", ("separate_async",)),
 }
 _SIZES = {"staleness": ("staleness", float), "concurrent": ("concurrent", int), "warmup": ("warmup", float),
-          "off_policy": ("off_policy", int), "steps": ("sync_every", int)}  # of the functions of bench.common.stack
+          "off_policy": ("off_policy", int), "steps": ("sync_every", int),
+          "lr": ("learning_rate", float)}  # of the functions of bench.common.stack
 _SLEEP = ("actor_rollout_ref.rollout.free_cache_engine=True", "actor_rollout_ref.rollout.enable_sleep_mode=True")
 _LENT = {"dynamic": ("async_training.use_dynamic_resource_scheduling=True", *_SLEEP),
          "switch": ("trainer.v1.separate_async.hybrid_rollout.enable_switch=True",

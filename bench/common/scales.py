@@ -97,8 +97,8 @@ def shared(options: argparse.Namespace, seed: int, data: Path, run_dir: Path, ar
     common = stack.common_overrides(
         data, seed, model=options.model, test_every=options.test_every, prompt_length=setting.prompt,
         response_length=options.cap, group_size=options.group, mini_batch=options.batch, max_num_seqs=setting.sequences,
-        learning_rate=options.learning_rate, trainers=trainers, replicas=replicas, **pretrained,
-        **{**sizes, **arm.sizes()})
+        trainers=trainers, replicas=replicas, **pretrained,
+        **{**sizes, "learning_rate": options.learning_rate, **arm.sizes()})
     limits = [f"data.train_max_samples={options.prompts}", f"data.val_max_samples={options.validation}"] \
         if options.scale == SMOLLM2 else []
     return [*(o.replace("RUN_DIR", str(run_dir)) for o in common), *setting.own, *limits,

@@ -40,6 +40,23 @@ def test_any_of_four_conditions_shuts_it(spoil, why):
     assert gate.why_shut() == why
 
 
+@pytest.mark.parametrize(("spoil", "said"), [
+    (lambda gate: None, ""),
+    (lambda gate: setattr(gate, "outcomes", 499), "too few outcomes"),
+    (lambda gate: gate.falses[0].clear(), "false cuts: 0 candidates seen to their end, wanted 20"),
+    (lambda gate: gate.falses[0].extend([(1.0, True)] * 10), "false cuts: up to 32% of 40 candidates, allowed 15%"),
+    (lambda gate: setattr(gate, "evidence", 2.9), "no better than length: 2.9 nats, wanted 3.0"),
+    (lambda gate: gate.lost.extend([(100, 1.0, 0.01)] * 50), "correct responses lost: up to 10% of all, allowed 5%"),
+    (lambda gate: gate.lost.extend([(9999, 1.0, 0.01)] * 15),
+     "correct responses lost: up to 35% of the tenth from 100 tokens on, allowed 10%"),
+    (lambda gate: gate.lost.extend([(99999, 1.0, 0.01)] * 2), "short answers favoured: by 24%, allowed 5%"),
+])
+def test_a_shut_gate_says_what_it_found_and_what_is_allowed(spoil, said):
+    gate = right_gate()
+    spoil(gate)
+    assert gate.says() == said and said.startswith(gate.why_shut())
+
+
 def test_a_low_base_rate_permits_no_more():
     """6 % of the responses are right and all are candidates: few cuts would be false, and all lessons lost."""
     gate = Gate(Settings())

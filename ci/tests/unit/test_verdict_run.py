@@ -19,7 +19,7 @@ from esgrpo.algo.looks import LOOKS_IN_BUDGET, Looks, distance
 from esgrpo.algo.segments import CONTINUE, SegmentBook
 from esgrpo.algo.verdict import Lessons, VerdictPool, Verdicts, verdicts_of
 from esgrpo.algo.verdict_features import READ_TOKENS, Look
-from esgrpo.algo.verdict_gate import Settings
+from esgrpo.algo.verdict_gate import Outcome, Settings
 from esgrpo.errors import ConfigError
 from esgrpo.hooks.verl.groups import audit_pool, rollout_driver
 
@@ -237,6 +237,16 @@ def test_a_shut_gate_ends_nobody(run):
     driver, server, rows = asyncio.run(scene(open_gate=False))
     assert server.ended == [] and [row["outcome"] for row in rows] == ["finish"] * 2
     assert (driver.decisions["verdicts/let_go"], driver.decisions["verdicts/pruned"]) == (1, 0)
+
+
+@pytest.mark.parametrize("open_gate, heard", [(False, [0, 1]), (True, [1])])
+def test_a_row_holds_what_the_gate_hears_of_it(run, open_gate, heard):
+    """So that another gate can be played over a run (bench.gate). Nothing is heard of what is cut."""
+    driver, _, rows = asyncio.run(scene(open_gate))
+    assert [number for number, row in enumerate(rows) if row["for_gate"]] == heard
+    driver.runs.rules.pruner.verdicts.close("g")
+    assert [Outcome(rows[number]["tokens"], False, **rows[number]["for_gate"]) for number in heard] \
+        == driver.runs.rules.pruner.verdicts.take().outcomes
 
 
 def test_a_server_that_does_not_answer_costs_looks_only(run, capsys):

@@ -12,6 +12,7 @@ from esgrpo.algo.terms import Rule, Treatment
 from esgrpo.algo.treatment import Rewards
 from esgrpo.algo.verdict import Verdicts
 from esgrpo.algo.verdict_features import Glance
+from esgrpo.algo.verdict_gate import Outcome
 
 OUTCOME, PASSED_BY, LENGTH = "outcome", "passed-by", "length"  # kinds of lessons
 STATE_VERSION = 1  # of what `GroupPruner.to_state` returns
@@ -134,8 +135,9 @@ class GroupPruner:
         return ((rules.resolved.enable and watched.agreed() is not None)
                 or watched.enough(self.prune.finish_group_after) is not None)
 
-    def ended(self, group: str, member: int, ending: Finished | None, by_rule: bool = False) -> None:
-        """A member ended by itself, `by_rule` of a sample (a loop: no finished sibling), or failed (None).
+    def ended(self, group: str, member: int, ending: Finished | None, by_rule: bool = False) -> Outcome | None:
+        """A member ended by itself, `by_rule` of a sample (a loop: no finished sibling), or failed (None). Returned is
+        what the gate of the learned verdicts will hear of it.
 
         What a pruned candidate would have become stays unknown, even when it ended before the engine heard of it.
         """
@@ -144,19 +146,20 @@ class GroupPruner:
         if decided is not None and decided.verdict.prune:
             if decided.keeps_siblings:
                 watched.removed.add(member)
-            return
+            return None
+        heard = None
         if self.verdicts is not None:
             if ending is None or by_rule:
                 self.verdicts.removed(group, member, cut=by_rule)
             else:
-                self.verdicts.ended(group, member, ending.tokens, ending.correct)
+                heard = self.verdicts.ended(group, member, ending.tokens, ending.correct)
         if ending is None or by_rule:
             watched.removed.add(member)
         else:
             watched.finished[member] = ending
             self.rewards.learn(ending.correct, ending.score)
         if ending is None:
-            return
+            return None
         pi = 1.0 if decided is None else decided.verdict.pi
         if member in watched.seen:
             prior, doublings, agreed_on = watched.seen[member]
@@ -165,6 +168,7 @@ class GroupPruner:
             outcome = self.audit.resolve(group, member, self._was_false(watched, member, decided.verdict.rule, ending))
             if outcome is not None:
                 self.lessons.append([OUTCOME, *outcome])
+        return heard
 
     @staticmethod
     def _was_false(watched: Watched, member: int, rule: str, ending: Finished) -> bool:

@@ -31,6 +31,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from esgrpo import config
+from esgrpo.algo import verdict_gate
 from esgrpo.algo.group_pruning import Decided, Finished, GroupPruner
 from esgrpo.algo.pruning import is_correct
 from esgrpo.algo.rollout_events import (
@@ -136,8 +137,10 @@ class Response:
     def prune(self, rule: str) -> None:
         self.outcome, self.rule = Outcome.PRUNE, rule
 
-    def record(self, now: float, score: float | None, audit: dict | None, treatment: str) -> Row:
-        """Its row, if nothing more is decided about it. `treatment`: of what is cut in this run."""
+    def record(self, now: float, score: float | None, audit: dict | None, treatment: str,
+               heard: verdict_gate.Outcome | None = None) -> Row:
+        """Its row, if nothing more is decided about it. `treatment`: of what is cut in this run; `heard`: by the gate
+        of learned verdicts."""
         self.sealed = True
         if self.doomed:  # also when it ended in another way before the engine heard of it
             self.prune(self.decision["rule"])
@@ -153,7 +156,8 @@ class Response:
             treatment=str(treatment) if self.pruned or weighed else "", coin=decision.get("coin", 1.0),
             predicted=decision.get("predicted"), predicted_reward=decision.get("reward"),
             candidate_rule=decision.get("rule", ""), decided_by=decision.get("reason", ""),
-            tokens_at_decision=decision.get("tokens"), audit=audit, score=score)
+            tokens_at_decision=decision.get("tokens"), for_gate=None if heard is None else heard.predicted(),
+            audit=audit, score=score)
 
 
 @dataclass
@@ -291,8 +295,9 @@ class GroupRun:
     def _sealed(self, response: Response, event: Sealed) -> list[Action]:
         return [Record(self.name, response.number, self._row(response, event.now, None))]
 
-    def _row(self, response: Response, now: float, score: float | None) -> Row:
-        return response.record(now, score, self._report(response), self.rules.settings.prune.treatment)
+    def _row(self, response: Response, now: float, score: float | None,
+             heard: verdict_gate.Outcome | None = None) -> Row:
+        return response.record(now, score, self._report(response), self.rules.settings.prune.treatment, heard)
 
     def _member_ended(self, response: Response, event: MemberEnded) -> list[Action]:
         del self.running[event.member]
@@ -303,6 +308,7 @@ class GroupRun:
         by_rule = response.outcome == Outcome.PRUNE and not response.doomed
         how = Outcome.FAIL if event.failed else Outcome.PRUNE if response.pruned else Outcome.FINISH
         self.states[event.member] = how
+        heard = None
         if self.rules.pruner is not None:
             ending = None
             if event.score is not None:
@@ -311,10 +317,10 @@ class GroupRun:
                 ending = Finished(response.tokens, correct, float(event.score), capped)
                 self.rules.decisions["verdicts/false"] += (correct and not response.pruned
                                                            and (response.decision or {}).get("rule") == Rule.VERDICT)
-            self.rules.pruner.ended(self.name, event.member, ending, by_rule)
+            heard = self.rules.pruner.ended(self.name, event.member, ending, by_rule)
         actions: list[Action] = []
         if not event.failed:
-            actions.append(Record(self.name, event.member, self._row(response, event.now, event.score)))
+            actions.append(Record(self.name, event.member, self._row(response, event.now, event.score, heard)))
             self.rules.decisions[f"treated/{self.rules.settings.prune.treatment}"] += response.pruned
         if self._wants_progress() and self.where:
             actions.append(Ask(self.name, self._replicas(self.running)))

@@ -181,6 +181,7 @@ class Response(Row):
     candidate_rule: str = ""
     decided_by: str = ""
     tokens_at_decision: int | None = None
+    for_gate: dict | None = None  # what the gate of the learned verdicts heard of it (verdict_gate.Outcome)
     audit: dict | None = _unset()  # what the audit knows of the rule of a candidate
     score: float | None = None
     records_dropped: int = 0  # rows that its worker has lost so far

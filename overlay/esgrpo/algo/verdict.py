@@ -175,8 +175,9 @@ class Verdicts:
         mine.cut += cut
         mine.members.pop(member, None)
 
-    def ended(self, group: str, number: int, tokens: int, correct: bool) -> None:
-        """It ran to its end. One that was cut has no end: telling of it is an error of the caller (ValueError)."""
+    def ended(self, group: str, number: int, tokens: int, correct: bool) -> Outcome:
+        """It ran to its end: what the gate will hear of it. One that was cut has no end: telling of it is an error of
+        the caller (ValueError)."""
         mine = self.groups[group]
         member = mine.members.setdefault(number, Member())
         decision = member.decision
@@ -194,9 +195,10 @@ class Verdicts:
                 else:  # what is seen after the coin decides about nobody: it counts once
                     model.learn(row, correct)
         share = self.settings.audit if self.open and not member.predicted else 1.0
-        mine.outcomes.append(Outcome(tokens, bool(correct), weight, member.lowest, share,
-                                     ratio / max(len(member.rows), 1)))
+        outcome = Outcome(tokens, bool(correct), weight, member.lowest, share, ratio / max(len(member.rows), 1))
+        mine.outcomes.append(outcome)
         member.rows = []
+        return outcome
 
     def close(self, group: str) -> None:
         """Nothing more comes of it."""
@@ -223,7 +225,7 @@ class Verdicts:
         return {"false_rate": self.gate.false_rate(rung), "false_rate_bound": self.gate.false_bound(rung),
                 "outcomes": len(self.gate.falses[rung]), "scale": RUNGS[rung],
                 "needed": self.settings.min_candidates, "responses": self.gate.outcomes,
-                "needed_responses": self.settings.min_outcomes, "open": self.open, "shut": self.gate.why_shut()}
+                "needed_responses": self.settings.min_outcomes, "open": self.open, "shut": self.gate.says()}
 
     def adopt(self, state: Mapping) -> None:
         """What the run knows (`to_state` of its pool); what was seen here since `take` is still to be told."""

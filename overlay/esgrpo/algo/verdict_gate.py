@@ -66,6 +66,10 @@ class Outcome:
     share: float  # what it counts among candidates: 1; the coin's probability if none was tossed and others were cut
     ratio: float  # log-likelihood of the model over that of length alone, nats
 
+    def predicted(self) -> dict:
+        """What the row of a response does not say otherwise: with it a gate can be played again (bench.gate)."""
+        return {"weight": self.weight, "lowest": self.lowest, "share": self.share, "ratio": self.ratio}
+
 
 @dataclass
 class Gate:
@@ -155,6 +159,29 @@ class Gate:
         if self.shortening(rung) > limits.max_shortening:
             return "short answers favoured"
         return ""
+
+    def says(self) -> str:
+        """`why_shut` of the lowest limit, with what was found and what is allowed."""
+        limits, why = self.settings, self.why_shut()
+        if why == "false cuts" and len(self.falses[0]) < limits.min_candidates:
+            why += f": {len(self.falses[0])} candidates seen to their end, wanted {limits.min_candidates}"
+        elif why == "false cuts":
+            why += (f": up to {self.false_bound():.0%} of {len(self.falses[0])} candidates, allowed "
+                    f"{limits.max_false_rate:.0%}")
+        elif why == "no better than length":
+            why += f": {self.evidence:.1f} nats, wanted {math.log(OPENS_AT):.1f}"
+        elif why == "correct responses lost":
+            share, *tenths = self.lost_shares()
+            lengths = sorted(tokens for tokens, *_ in self.lost)
+            worst = max(range(DECILES), key=tenths.__getitem__)
+            at = lengths[len(lengths) * worst // DECILES] if lengths else 0
+            why += (f": up to {share:.0%} of all, allowed {limits.max_correct_lost:.0%}"
+                    if share > limits.max_correct_lost else
+                    f": up to {tenths[worst]:.0%} of the tenth from {at:,} tokens on, allowed "
+                    f"{limits.max_lost_of_length:.0%}")
+        elif why == "short answers favoured":
+            why += f": by {self.shortening():.0%}, allowed {limits.max_shortening:.0%}"
+        return why
 
     def rungs(self) -> int:
         """How many limits are proven, from the lowest on: each is only asked about after the one below it, so that more

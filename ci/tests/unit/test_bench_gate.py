@@ -1,0 +1,77 @@
+"""The gate of learned verdicts, played again over the rows of a run."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from bench import gate as bench
+from esgrpo.algo.verdict_gate import Gate, Outcome, Settings
+
+
+def outcomes_of(count: int = 1500) -> list[Outcome]:
+    """The score knows what is wrong, but in the first half, where a fifth of what is right is a candidate."""
+    rng, found = random.Random(1), []
+    for number in range(count):
+        correct = rng.random() < 0.5
+        candidate = not correct or (number < count // 2 and rng.random() < 0.2)
+        found.append(Outcome(rng.randrange(100, 1000), correct, 1.0, 0.01 if candidate else 0.9, 1.0, 0.2))
+    return found
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Rows of two writers, in the order in which the responses ended; the groups close in another one."""
+    folder = tmp_path / "esgrpo"
+    folder.mkdir()
+    rows = [{"group": str(number // 4), "member": number % 4, "ended": number + 40.0 * (number // 4 % 2),
+             "tokens": outcome.tokens, "correct": outcome.correct, "for_gate": outcome.predicted()}
+            for number, outcome in enumerate(outcomes_of())]
+    rows.append({"group": "0", "member": 9, "ended": 5.0, "tokens": 7, "correct": False, "for_gate": None})  # was cut
+    rows.append({"group": "old", "member": 0, "ended": 5.0, "tokens": 7, "correct": True})  # no verdicts then
+    for writer in range(2):
+        lines = [json.dumps(row) for row in rows[writer::2]]
+        (folder / f"trained-{writer}.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_a_run_is_told_again_as_its_gate_heard_it(run):
+    """Whole groups, in the order in which they closed: the odd ones ten groups later than they began."""
+    known = outcomes_of()
+    groups = [known[at:at + 4] for at in range(0, len(known), 4)]
+    order = sorted(range(len(groups)), key=lambda group: 4 * group + 3 + 40 * (group % 2))
+    assert bench.heard(run) == [outcome for group in order for outcome in groups[group]]
+
+
+def test_the_gate_played_is_the_products_and_a_shorter_memory_forgets_sooner(run):
+    heard = bench.heard(run)
+    gate = Gate(Settings())
+    for outcome in heard:
+        gate.learn(outcome)
+    played, shorter = bench.play(heard, Settings(), bench.LOST_WINDOW), bench.play(heard, Settings(), 200)
+    assert played["now"] == (gate.says() or "open") and played["asked"] == shorter["asked"] == 1500 // bench.SYNC
+    assert played["now"].startswith("correct responses lost") and shorter["now"] == "open"
+    assert shorter["open"] > played["open"] == 0
+    assert sum(played["shut"].values()) == pytest.approx(1.0)
+
+
+def test_stretches_count_right_candidates(run):
+    first, *_, last = bench.stretches(bench.heard(run), Settings().cut_below)
+    assert first["of them correct"] > 30 and last["of them correct"] == 0 == last["of the longest tenth of the correct"]
+    assert all(0.4 < part["reward"] < 0.6 for part in (first, last))
+
+
+def test_the_command_says_when_the_gate_was_shut_and_why(run, capsys):
+    assert bench.main([str(run), "--window", "200"]) == 0
+    said = capsys.readouterr().out
+    assert "window of 1,500 correct responses: open 0%" in said and "correct responses lost" in said
+    assert bench.main([str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["responses"] == 1500 and [gate["window"] for gate in found["gates"]] == [1500]
+
+
+def test_a_run_without_verdicts_is_one_line(tmp_path, capsys):
+    assert bench.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
