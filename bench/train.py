@@ -160,7 +160,8 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
         parser.error(f"--seeds {options.seeds}: wanted whole numbers, as 1,2,3")
     options.notes = [algorithms.said(options.algorithm, options.segment, scales.filters(options)),
                      f"trainer {options.trainer}, {options.batch} prompts of {options.group} responses an optimiser "
-                     f"step, cap {options.cap}, segments of {options.segment}, learning rate {options.learning_rate:g}",
+                     f"step, cap {options.cap}, segments of {options.segment}, learning rate "
+                     f"{options.learning_rate:g}{' where an arm names none' if ' lr=' in options.arms else ''}",
                      *(["trainer and rollout of a run share one GPU: its tokens/s are not those of a machine that has "
                         "one for each"] if stack.SHARED else []),
                      *([f"{runs} runs side by side on the same devices, let go together: their speeds are those of a "

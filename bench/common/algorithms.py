@@ -7,6 +7,7 @@ from bench.common.modules import switches
 ACTOR, REWARD = "actor_rollout_ref.actor", "+reward.reward_kwargs"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 ALGORITHMS = ("grpo", "dapo")
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 FILTERED = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc")
 # verl's own by their names; `recomputed` is vanilla against log-probs under the last synced weights
 _RECOMPUTED = "algorithm.rollout_correction.bypass_mode=False"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from bench.common.algorithms import LOSSES
+from bench.common.algorithms import ACTOR, AGGREGATIONS, LOSSES
 
 TRAINERS = ("fully_async", "separate_async")
 NAMES = {"plain": "off", "overlay": "all"}  # for arms of bench.common.modules
@@ -25,6 +25,7 @@ VALUES = {
     "gpus": (rf"{_COUNT}/{_COUNT}", "TRAINER/ROLLOUT GPUs, as in 2/2", TRAINERS),
     "lr": (_RATE, "a learning rate, as in 1e-4", TRAINERS),
     "steps": (_COUNT, "optimiser steps a weight version, from 1 on", TRAINERS),
+    "loss_agg_mode": ("|".join(AGGREGATIONS), f"one of {', '.join(AGGREGATIONS)}", TRAINERS),
     "loss": ("|".join(map(re.escape, LOSSES)), f"one of {', '.join(LOSSES)}", TRAINERS),
     "history": ("cold|warm", "cold or warm", TRAINERS),
     "dynamic": ("on|off", "on or off: verl lends the trainer's GPUs to the rollout", ("fully_async",)),
@@ -63,6 +64,8 @@ class Arm:
     def overrides(self) -> list[str]:
         """Lines for verl that are not among `sizes`."""
         lines = list(LOSSES[self.values["loss"]]) if "loss" in self.values else []
+        if "loss_agg_mode" in self.values:
+            lines.append(f"{ACTOR}.loss_agg_mode={self.values['loss_agg_mode']}")
         if "workers" in self.values:
             lines += [f"actor_rollout_ref.rollout.agent.num_workers={self.values['workers']}",
                       f"reward.num_workers={self.values['workers']}"]

@@ -32,6 +32,7 @@ GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 PARTS, LEFT_OUT = "train_h200_parts.json", "train_h200_left_out.json"
 VERDICTS = "train_h200_verdicts.json"  # three arms on one H200, the present rule of verdicts
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
+RATE = "train_h200_smollm2_rate.json"  # the same at 2.5 times the learning rate, two runs at once on one H200
 ENGLISH, CHINESE = "en", "zh"
 DPI = 130
 
@@ -152,21 +153,16 @@ def _parts() -> dict[str, str]:
     controlled = next(name for name in left_out if name.startswith("all overlap"))
     return {"long": both("overlay"), "long_plain": both("plain"),
             "long_useful": " / ".join(times(arms, "overlay", key=USEFUL) for arms in (parts, left_out)),
-            "long_times": " / ".join(times(arms, "overlay") for arms in (parts, left_out)),
             "long_loops": end(parts, "C loops"), "long_verdicts": end(parts, "C verdicts"),
-            "long_no_loops": end(parts, "all without loops"), "long_no_sampler": end(left_out, "all without sampler"),
-            "long_no_keep": end(left_out, "all without keep"), "long_all_verdicts": end(left_out, "all verdicts"),
+            "long_no_sampler": end(left_out, "all without sampler"),
             "long_all": end(left_out, "overlay"), "all_times": times(left_out, "overlay"),
             "no_keep_times": times(left_out, "all without keep"),
-            "no_sampler_times": times(left_out, "all without sampler"),
             "loops_times": times(parts, "C loops"), "verdicts_times": times(parts, "C verdicts", "C loops"),
             "control_gpu": times(left_out, controlled, "overlay", "effective tokens/s, later half"),
-            "verdicts_cut": f"{parts['C verdicts']['decisions: verdicts']:,}",
             "present_times": times(present, "C verdicts", "C loops"), "present_loops": end(present, "C loops"),
             "present_verdicts": end(present, "C verdicts"),
             "present_useful": times(present, "C verdicts", "C loops", USEFUL),
-            "present_cut": f"{present['C verdicts']['decisions: verdicts']:,}",
-            "all_verdicts_cut": f"{left_out['all verdicts']['decisions: verdicts']:,}"}
+            "present_cut": f"{present['C verdicts']['decisions: verdicts']:,}"}
 
 
 def _pretrained() -> dict[str, str]:
@@ -178,8 +174,14 @@ def _pretrained() -> dict[str, str]:
             "real_reward": spread(pair.overlay[last] for pair in pairs),
             "real_reward_plain": spread(pair.plain[last] for pair in pairs),
             "real_first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
-            "real_reprefill": spread((100 * pair.plain["waste reprefill"] for pair in pairs), 0),
-            "real_kept": spread((pair.overlay["requests kept per sync"] for pair in pairs), 0)}
+            **_rate(last)}
+
+
+def _rate(last: str) -> dict[str, str]:
+    """Of the pair at the larger learning rate."""
+    plain, ours = _arms(RATE).values()
+    return {"rate_end": f"{ours[last]:.2f}", "rate_end_plain": f"{plain[last]:.2f}",
+            "rate_pruned": f"{ours['decisions: pruning']:,}"}
 
 
 def _texts() -> dict:
@@ -215,38 +217,32 @@ def numbers() -> dict[str, str]:
     }
 
 
-def _against_fixed(half: str) -> dict[str, list[float]]:
-    """Fresh tokens/s of every controlled run, over those of its start setting and of the better fixed one."""
+def _against_better(half: str) -> list[float]:
+    """Fresh tokens/s of every controlled run, over those of the better one of two fixed settings."""
     runs = json.loads((RESULTS / "overlap_cpu.json").read_text())["arms"]
     fresh = {name: run[half][FRESH] for name, run in runs.items()}
-    found = {"start": [], "better": []}
-    for name in fresh:
-        fixed = [name.replace("controlled", rival) for rival in ("fixed 8, 0.5", "fixed 24, 2")]
-        if name.startswith("controlled") and set(fixed) <= set(fresh):
-            found["start"].append(fresh[name] / fresh[fixed[0]])
-            found["better"].append(fresh[name] / max(fresh[rival] for rival in fixed))
-    return found
+    fixed = {name: [name.replace("controlled", rival) for rival in ("fixed 8, 0.5", "fixed 24, 2")]
+             for name in fresh if name.startswith("controlled")}
+    return [fresh[name] / max(fresh[rival] for rival in rivals) for name, rivals in fixed.items()
+            if set(rivals) <= set(fresh)]
 
 
 def module_numbers() -> dict[str, str]:
-    """Of each module alone on a CPU, and what leaving it out costs in the simulator, in groups with gradient/s."""
+    """Of each module alone on a CPU, and what else the table of modules says."""
     record = json.loads((RESULTS / CPU[0]).read_text())["measures"]
     alone = {arm.split()[-1]: spread(record[arm][seed]["effective tokens/s"] / record["off"][seed]["effective tokens/s"]
                                      for seed in record[arm] if seed in record["off"])
-             for arm in ("A routing", "B soft", "C pruning", "C sampler", "keep")}
-    study = json.loads((RESULTS / "sim_study.json").read_text())["modules"]["async"]
-    simulated = {f"sim_{name}": f"{study[name]['brings']:+.2f}" for name in "ABCS"}
+             for arm in ("A routing", "C pruning", "C sampler", "keep")}
     sampling = json.loads((RESULTS / "prompt_sampling.json").read_text())["populations"]["mixed"]
     shares = {f"share_{name}": f"{sampling[name]['gradient']['mean']:.2f}" for name in ("sampler", "uniform", "greso")}
     losses = json.loads((RESULTS / "robustness_losses.json").read_text())["table"]
     at = losses[0].index("held-out reward, end, less vanilla")
     less = {row[1].replace(" ", "_"): row[at] for row in losses[1:]}
-    control = {f"control_{half}_{name}": spread(ratios) if len(ratios) > 1 else f"{ratios[0]:.2f}"
-               for half in ("before", "after") for name, ratios in _against_fixed(half).items()}
+    control = {half: _against_better(half) for half in ("before", "after")}
     pairs = training_pairs()
     cpu = "CPU of vLLM's server, us a token"
-    return {**alone, **simulated, **shares, **less, **control,
-            "control_runs": str(len(_against_fixed("before")["start"])),
+    return {**alone, **shares, **less, **{f"control_{half}": spread(ratios) for half, ratios in control.items()},
+            "control_runs": str(len(control["before"])),
             "front": span([pair.overlay[cpu] for pair in pairs], 0),
             "front_plain": span([pair.plain[cpu] for pair in pairs], 0)}
 
@@ -263,7 +259,7 @@ def table(language: str, up: str = "") -> list[list[str]]:
     found, texts = numbers(), _texts()
     rows = [texts["head"][language]]
     for row in texts["gain"]:
-        links = "<br>".join(f"[{name}]({up}bench/results/{name})" for name in row["records"])
+        links = " ".join(f"[{number}]({up}bench/results/{name})" for number, name in enumerate(row["records"], start=1))
         rows.append([*(cell.format(**found) for cell in row[language]), links])
     return rows
 

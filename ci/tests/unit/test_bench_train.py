@@ -88,6 +88,7 @@ def test_the_pretrained_model_reaches_verl(tmp_path):
     (SMOLLM2, "plain gpus=1/3", {"rollout.n_gpus_per_node": "3"}),
     (SMOLLM2, "plain steps=4", {"async_training.trigger_parameter_sync_step": "4"}),
     (SMOLLM2, "plain lr=5e-5", {"actor_rollout_ref.actor.optim.lr": "5e-05"}),
+    (SMOLLM2, "plain loss_agg_mode=seq-mean-token-mean", {f"{algorithms.ACTOR}.loss_agg_mode": "seq-mean-token-mean"}),
     (SMOLLM2, "plain loss=gspo", {algorithms.LOSS: "gspo"}),
     (SMOLLM2, "plain dynamic=on", {"async_training.use_dynamic_resource_scheduling": "True",
                                    f"{ROLLOUT}.free_cache_engine": "True", f"{ROLLOUT}.enable_sleep_mode": "True"}),
