@@ -23,6 +23,14 @@ def cpu_model() -> str:
     return next(named, platform.processor())
 
 
+def cpu_flags() -> frozenset[str]:
+    """What the processor can do, in the words of Linux; empty where they are not known."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(named, ()))
+
+
 def without_folders(text: str) -> str:
     """Absolute paths as their last part: a machine's folders mean nothing to a reader."""
     return re.sub(r"(?<![\w.:/])/(?:[^\s/:=]+/)+", "", text)

@@ -6,12 +6,14 @@ import argparse
 import functools
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.common import ROOT, algorithms, modules, stack
 from bench.common.arm_values import Arm
 from bench.common.console import say
+from bench.common.provenance import cpu_flags
 from bench.testbed.task import MAX_PROMPT_TOKENS
 
 PRETRAINED = ROOT / "runs" / "pretrained"  # the folder of the model and the tasks
@@ -20,7 +22,8 @@ FAMILIES = ("gcd", "chain_sum", "lcm", "prime_factorization")  # of bench.pretra
 PRETRAINED_PROMPT_TOKENS = 128
 WEIGHT_BUCKET_MB = 128  # the embedding of SmolLM2 is 108 MiB in float32
 SEGMENTS = 8  # of a response at its cap, as in UloRL
-CPU_KV_BYTES = 300 * 2**20  # 32 responses at their cap
+CPU_KV_BYTES = {"bfloat16": 300 * 2**20, "float32": 600 * 2**20}  # 32 responses at their cap
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # flags of processors that calculate in it; the last one is Arm's
 PROMPTS = 256  # of the training set
 
 
@@ -48,6 +51,12 @@ class Setting:
     own: tuple[str, ...] = ()
 
 
+def cpu_dtype(flags: Collection[str] | None = None) -> str:
+    """vLLM's on a CPU: half the memory where the processor has instructions for it; without them, on two cores with
+    AVX2, SmolLM2 makes 31 tokens/s instead of float32's 118."""
+    return "bfloat16" if BFLOAT16 & set(cpu_flags() if flags is None else flags) else "float32"
+
+
 _PRETRAINED = (f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={WEIGHT_BUCKET_MB}",)
 # large: with 0.5 twelve groups are in flight at most, and a version waits for the longest of them; with 2.0 it is
 # 24, plain verl's best of 1, 2 and 4 on H200s (bench/results/train_h200_staleness.json). 8 workers are verl's default
@@ -56,11 +65,10 @@ SETTINGS = {
     "large": Setting(8192, 1024, 128, 15, 32, 256, 8192, 4, 8, 1e-4, 2.0),
     (SMOLLM2, "cuda"): Setting(2048, 2048 // SEGMENTS, 128, 10, 32, 256, 8192, 8, 8, 1e-5, 2.0,
                                PRETRAINED_PROMPT_TOKENS, _PRETRAINED),
-    # bfloat16 in vLLM: 23 KB of KV cache a token instead of 46; a row at a time in the trainer: activations of four are
-    # 2 GB more
+    # a row at a time in the trainer: activations of four are 2 GB more
     (SMOLLM2, "cpu"): Setting(256, 256 // SEGMENTS, 32, 4, 4, 32, 1024, 1, 1, 1e-5, 0.5, PRETRAINED_PROMPT_TOKENS, (
-        *_PRETRAINED, "actor_rollout_ref.rollout.dtype=bfloat16",
-        f"actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={CPU_KV_BYTES}")),
+        *_PRETRAINED, f"actor_rollout_ref.rollout.dtype={cpu_dtype()}",
+        f"actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={CPU_KV_BYTES[cpu_dtype()]}")),
 }
 
 

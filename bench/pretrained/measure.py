@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench.common.console import print_table, say
+from bench.common.scales import cpu_dtype
 from bench.pretrained.families import FAMILIES, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, SPLITS
 from bench.pretrained.reward import score
 from esgrpo import errors
@@ -44,13 +45,13 @@ def prompts(tasks: Path, family: str, split: str, count: int) -> list[dict]:
 
 
 def engine(args: argparse.Namespace):
-    """vLLM's engine in this process' device, bfloat16."""
+    """vLLM's engine in this process' device, bfloat16 where that is not slower."""
     from vllm import LLM
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
     room = {"kv_cache_memory_bytes": 1 << 30} if on_cpu else {"gpu_memory_utilization": args.memory}
-    return LLM(model=str(args.model), dtype="bfloat16", seed=args.seed, enforce_eager=on_cpu,
+    return LLM(model=str(args.model), dtype=cpu_dtype() if on_cpu else "bfloat16", seed=args.seed, enforce_eager=on_cpu,
                max_model_len=MAX_PROMPT_TOKENS + args.cap, max_num_seqs=32 if on_cpu else 512,
                disable_log_stats=True, **room)
 

@@ -80,6 +80,16 @@ def test_the_pretrained_model_reaches_verl(tmp_path):
     assert lines[f"{ROLLOUT}.n"] == lines["rollout.n"] == "16"
     assert lines[f"{ROLLOUT}.segment.segment_length"] == str(4096 // scales.SEGMENTS)
     assert lines["data.train_max_samples"] == "64" and lines["data.val_max_samples"] == "32"
+    dtype = lines[f"{ROLLOUT}.dtype"]
+    assert dtype == scales.cpu_dtype()
+    assert lines[f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"] == str(scales.CPU_KV_BYTES[dtype])
+
+
+@pytest.mark.parametrize("flags, dtype", [("sse2 avx2", "float32"), ("avx512f avx512_bf16", "bfloat16"),
+                                          ("avx512f amx_bf16", "bfloat16"), ("asimd bf16", "bfloat16"),
+                                          ("", "float32")])
+def test_vllm_calculates_in_what_the_processor_can(flags, dtype):
+    assert scales.cpu_dtype(flags.split()) == dtype
 
 
 @pytest.mark.parametrize("arguments, arm, own", [
