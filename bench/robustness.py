@@ -15,9 +15,11 @@ away) and has a rollout replica of its own, as the overlay's routing and kept re
 token-mean divides by what pruning leaves: the overlay says so at the start, and the grid keeps it.
 
 The losses differ on data that later weights train on, so `losses` takes four optimiser steps per weight sync and
-staleness 1; UloRL, too, steps several times a rollout. `vanilla` is verl's default there, the clipped ratio against
+staleness 1; UloRL, too, steps several times a rollout. Its setting `one step` has one, and what is stale there is stale
+by the weight syncs alone. `vanilla` is verl's default there, the clipped ratio against
 stored log-probs: SAIS in other words, and so its control. `recomputed` is the default of verl's other trainers
-(bypass_mode=False: log-probs under the last synced weights); `pois version` is POIS with that anchor, which clips.
+(bypass_mode=False: log-probs under the last synced weights); `pois version` is POIS with that anchor, which clips. With
+`dmmpt` mastered positive tokens are masked.
 
 A run ends after --steps optimiser steps; --limit only guards. A run that crashes once training began is a result: it
 is kept with its error line, and the command ends with 1. A run that never began is tried once more. An interrupted
@@ -49,7 +51,7 @@ from esgrpo.tools.report.tables import spread
 
 OVERLONG_TOKENS = 128  # at the end of the budget, in which the penalty grows from 0 to 1
 BATCH = 8  # prompts of an optimiser step
-STEPS_PER_SYNC = 4  # of the study of losses
+STEPS_PER_SYNC = 4  # of the study of losses, but for its setting of one
 OBSERVED = (f"{ACTOR}.calculate_entropy=True",)  # logged, not trained: its coefficient is 0
 BEGAN, ATTEMPTS = "actor/grad_norm", 2
 LOGGED = {"training reward": ("critic/score/mean",), "response length": ("response_length/mean",),
@@ -66,7 +68,9 @@ LOSSES = {"vanilla": (*SEGMENTED, f"{LOSS}=vanilla"),
           "recomputed": (*SEGMENTED, f"{LOSS}=vanilla", "algorithm.rollout_correction.bypass_mode=False"),
           "sais": (*SEGMENTED, f"{LOSS}=sais"),
           "pois": (*SEGMENTED, f"{LOSS}=pois", *modules.switches("pois.anchor=token")),
-          "pois version": (*SEGMENTED, f"{LOSS}=pois", *modules.switches("pois.anchor=version"))}
+          "pois version": (*SEGMENTED, f"{LOSS}=pois", *modules.switches("pois.anchor=version")),
+          "pois dmmpt": (*SEGMENTED, f"{LOSS}=pois", *modules.switches("pois.anchor=token", "dmmpt.enable")),
+          "sais dmmpt": (*SEGMENTED, f"{LOSS}=sais", *modules.switches("dmmpt.enable"))}
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,14 @@ class Cell:
     mode: str = ""
     own: tuple[str, ...] = ()
     size: str = "small"  # of the model
+    sync_every: int = STEPS_PER_SYNC  # optimiser steps a weight version, of fully-async training
 
 
 def cells(study: str) -> list[Cell]:
     if study == "modes":
         return [Cell(mode, "search", mode) for mode in ("sync", "colocate_async", "separate_async")]
     if study == "losses":
-        return [Cell("fully async", "search")]
+        return [Cell("fully async", "search"), Cell("one step", "search", sync_every=1)]
     return [Cell(f"{task} {algorithm} {size}", task, "separate_async", own, size) for size in ("small", "medium")
             for task in TASKS for algorithm, own in ALGORITHMS.items()]
 
@@ -106,8 +111,8 @@ def overrides(cell: Cell, name: str, seed: int, run_dir: Path, options) -> list[
         sizes = {"trainer": functools.partial(stack.v1, cell.mode), "steps": options.steps,
                  "test_every": options.test_every, "mini_batch": BATCH}
     else:  # verl counts its evaluations in weight versions here
-        sizes = {"rollout_steps": options.steps * BATCH, "test_every": max(1, options.test_every // STEPS_PER_SYNC),
-                 "mini_batch": BATCH, "sync_every": STEPS_PER_SYNC, "staleness": 1.0, "concurrent": 2 * BATCH}
+        sizes = {"rollout_steps": options.steps * BATCH, "test_every": max(1, options.test_every // cell.sync_every),
+                 "mini_batch": BATCH, "sync_every": cell.sync_every, "staleness": 1.0, "concurrent": 2 * BATCH}
     common = stack.common_overrides(data, seed, model=model, **sizes)
     return [*(line.replace("RUN_DIR", str(run_dir)) for line in common), *OBSERVED, *cell.own,
             *arms(options.study)[name]]
@@ -156,7 +161,7 @@ def measures(cell: Cell, run_dir: Path, target: float) -> tuple[dict[str, float 
              "held-out reward, best": max(rewards, default=None)}
     for what, keys in LOGGED.items():
         found[f"{what}, first quarter"], found[f"{what}, last quarter"] = _quarters(rows, *keys)
-    per_row = 1 if cell.mode else STEPS_PER_SYNC
+    per_row = 1 if cell.mode else cell.sync_every
     steps = [row["step"] * per_row for row in timed if any(key.startswith("val-core/") for key in row["data"])]
     curves = {**result.curves, "by_step": [list(point) for point in zip(steps, rewards, strict=False)]}
     norms = [row["actor/grad_norm"] for row in rows if "actor/grad_norm" in row]  # fully async: mean of a version

@@ -35,14 +35,14 @@ def told(options, cell_name, arm, seed=1) -> dict[str, str]:
     return dict(line.lstrip("+").split("=", 1) for line in lines)
 
 
-@pytest.mark.parametrize("study, count", [("grid", 8), ("modes", 3), ("losses", 1)])
+@pytest.mark.parametrize("study, count", [("grid", 8), ("modes", 3), ("losses", 2)])
 def test_arms_differ_in_nothing_but_their_switches(study, count, tmp_path, medium):
     options = parsed(tmp_path, study)
     assert len(options.settings) == count
     for cell in options.settings:
         every = [told(options, cell.name, arm) for arm in options.arms]
         differing = {key for one in every for key in one if len({other.get(key) for other in every}) > 1}
-        of_a_loss = {LOSS, BYPASS, f"{SEGMENT}.pois.anchor"}
+        of_a_loss = {LOSS, BYPASS, f"{SEGMENT}.pois.anchor", f"{SEGMENT}.dmmpt.enable"}
         allowed = of_a_loss if study == "losses" else {key for key in differing if key.startswith(SEGMENT)}
         assert differing and differing <= allowed
         assert every[0]["data.seed"] == "1" and "RUN_DIR" not in " ".join(every[0].values())
@@ -68,12 +68,16 @@ def test_losses_train_on_data_of_older_weights(tmp_path):
     by_arm = {arm: told(options, "fully async", arm) for arm in options.arms}
     assert {arm: one[LOSS] for arm, one in by_arm.items()} == {
         "vanilla": "vanilla", "recomputed": "vanilla", "sais": "sais", "pois": "pois",
-        "pois version": "pois"}
+        "pois version": "pois", "pois dmmpt": "pois", "sais dmmpt": "sais"}
+    assert by_arm["pois dmmpt"] == by_arm["pois"] | {f"{SEGMENT}.dmmpt.enable": "True"}
     assert by_arm["recomputed"][BYPASS] == "False"
     one = by_arm["pois"]
     assert one[f"{SEGMENT}.profile"] == "static" and one["async_training.trigger_parameter_sync_step"] == "4"
     assert one["rollout.total_rollout_steps"] == "64"  # prompts of eight steps
     assert one["trainer.test_freq"] == "2"  # weight versions
+    once = told(options, "one step", "pois")
+    assert {key: value for key, value in once.items() if one[key] != value} == {
+        "async_training.trigger_parameter_sync_step": "1", "trainer.test_freq": "8"}
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -166,8 +170,8 @@ def test_a_run_that_never_began_is_tried_twice_and_named(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "prepare_data", lambda *_: None)
     monkeypatch.setattr(training, "run_side_by_side", lambda waiting, *_: tried.append(list(waiting)))
     results = tmp_path / "robustness.json"
-    assert robustness.main(["--study", "losses", "--arms", "pois", "--seeds", "1", "--cores", "1", "--out",
-                            str(tmp_path), "--results", str(results)]) == 1
+    assert robustness.main(["--study", "losses", "--cells", "fully async", "--arms", "pois", "--seeds", "1",
+                            "--cores", "1", "--out", str(tmp_path), "--results", str(results)]) == 1
     assert tried == [[("fully async,pois", 1)]] * robustness.ATTEMPTS
     assert json.loads(results.read_text())["failed"] == ["fully async, pois seed 1, 0 optimiser steps: not started"]
 
