@@ -203,7 +203,8 @@ def run_together(options, argv: list[str], names: list[str], seeds: list[int]) -
     shared = [argument for argument in argv if argument != "--together"]
     room = [f"--engine-memory={options.engine_memory}"] if options.engine_memory else []
     together.run({f"{name} seed {seed}": ["bench.train", *shared, *room, f"--arms={name}", f"--seeds={seed}",
-                                          f"--results={os.devnull}"] for seed in seeds for name in names}, options.out)
+                                          f"--results={os.devnull}"] for seed in seeds for name in names}, options.out,
+                 turns=not stack.SHARED)  # on a shared GPU engines are told their memory
 
 
 def main(argv: list[str] | None = None) -> int:

