@@ -28,6 +28,7 @@ SERVER, AGENT_LOOP = "vLLMHttpServer", "AgentLoopWorker"  # what Ray calls their
 # verl's own timers: a step without evaluations, and its parts; the weight sync's key has its prefix twice
 STEP_PARTS = {"": "step", ", wait for samples": "gen", ", update": "update_actor",
               ", weight sync": "timing_s/param_sync"}
+PUSH = "critic/advantages/mean"  # of a token: below 0 more of them are pushed down than up
 DRIFT = "actor/ppo_kl"  # of the trained policy from the one of the old log-probs, nats a token; mean over an update
 DECISIONS = "decisions: "  # and the name of a module
 RACE = re.compile(r"(time|samples) to ")
@@ -73,6 +74,7 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         "false-prune rate": last("esgrpo/prune/false_rate"),
         "length bias": max(bias) if bias else None,
         "KL of an update, largest": max(drifts, default=None),
+        "advantage of a token": mean(PUSH),
         "requests kept per sync": statistics.mean(kept) if kept else None,
         "requests moved": sum(moved) if moved else None,
         "tail ratio": result.tail_ratio,
