@@ -160,6 +160,7 @@ def run(name: str, overrides: list[str], run_dir: Path, overlay: Path, *, budget
     run_dir.mkdir(parents=True, exist_ok=True)
     marker = uuid.uuid4().hex
     log, metrics = run_dir / "log.txt", run_dir / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)  # verl empties it, and what is read would begin in an earlier run's
     variables = {**stack.environment(str(overlay)), **(environment or {}), MARKER: marker,
                  "VERL_FILE_LOGGER_PATH": str(metrics), "ESGRPO_RUN_DIR": str(run_dir)}
     arm = Arm(name, run_dir, started=time.time())

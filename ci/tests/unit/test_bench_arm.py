@@ -90,3 +90,14 @@ def test_a_file_ends_a_run_whatever_is_left_of_its_budget(tmp_path, monkeypatch,
     else:
         with pytest.raises(RuntimeError, match="a: stopped before it was ready"):
             run()
+
+
+def test_what_an_earlier_run_left_in_its_folder_is_not_of_this_one(tmp_path, monkeypatch):
+    """verl writes the file anew: where it was longer before, the reader stood behind its end."""
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 7, "data": {"critic/score/mean": 0.5}}\n' * 9)
+    line = '{"step": 1, "data": {}}\\n'
+    program = (f"import os; print({arm.READY[0]!r}, flush=True)\n"
+               f"open(os.environ['VERL_FILE_LOGGER_PATH'], 'w').write('{line}')")
+    monkeypatch.setattr(arm.stack, "command", lambda main, overrides: [sys.executable, "-c", program])
+    assert [row["step"] for row in arm.run("a", [], tmp_path, tmp_path, say=lambda text: None).metrics] == [1]
