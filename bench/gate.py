@@ -40,15 +40,19 @@ def heard(run: Path) -> list[Outcome]:
 
 
 def play(outcomes: list[Outcome], settings: Settings, window: int) -> dict:
-    gate, shut = Gate(settings), Counter()
+    """Shares of the questions: `open` at each limit, and `shut` for each reason, which is that of `cut_below`."""
+    gate, opened, shut = Gate(settings), Counter(), Counter()
     gate.lost = deque(maxlen=window)
     for number, outcome in enumerate(outcomes, start=1):
         gate.learn(outcome)
         if number % SYNC == 0:
-            shut[gate.why_shut() or "open"] += 1
-    asked = sum(shut.values())
-    return {"window": window, "open": shut["open"] / asked if asked else 0.0, "asked": asked,
-            "shut": {why: times / asked for why, times in shut.items() if why != "open"}, "now": gate.says() or "open"}
+            at = gate.opens_at()
+            (shut if at is None else opened)[gate.why_shut() if at is None else f"{settings.limits[at]:g}"] += 1
+    asked = max(1, len(outcomes) // SYNC)
+    now = gate.opens_at()
+    return {"window": window, "asked": asked, "open": {limit: times / asked for limit, times in sorted(opened.items())},
+            "shut": {why: times / asked for why, times in shut.most_common()},
+            "now": gate.says() if now is None else f"open below {settings.limits[now]:g}"}
 
 
 def stretches(outcomes: list[Outcome], limit: float) -> list[dict]:
@@ -85,9 +89,10 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps({"responses": len(outcomes), "gates": gates, "stretches": parts}))
         return 0
     for gate in gates:
-        why = ", ".join(f"{name} {share:.0%}" for name, share in gate["shut"].items()) or "never shut"
-        print(f"window of {gate['window']:,} correct responses: open {gate['open']:.0%} of {gate['asked']} times; "
-              f"{why}; at the end: {gate['now']}")
+        opened = ", ".join(f"below {limit} {share:.0%}" for limit, share in gate["open"].items()) or "never"
+        why = ", ".join(f"{name} {share:.0%}" for name, share in gate["shut"].items()) or "never"
+        print(f"window of {gate['window']:,} correct responses, of {gate['asked']} questions: open {opened}; shut {why}"
+              f"; at the end {gate['now']}")
     print(f"\n{'responses from':>14}{'reward':>8}{'candidates':>12}{'correct':>9}  of the longest tenth of the correct")
     for part in parts:
         print(f"{part['from']:14,}{part['reward']:8.2f}{part['candidates']:12}{part['of them correct']:9}"

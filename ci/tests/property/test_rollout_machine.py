@@ -24,7 +24,7 @@ from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.terms import Outcome, Rule
 from esgrpo.algo.verdict import Lessons, Verdicts
 from esgrpo.algo.verdict_features import Glance
-from esgrpo.algo.verdict_gate import Settings
+from esgrpo.algo.verdict_gate import FIRST, Settings
 
 GROUPS, REPLICAS, BUDGET = ("a", "b", "c"), ("r0", "r1", "r2"), 40
 SETTINGS = {
@@ -349,7 +349,7 @@ class JudgedLife(Life):
 
     @staticmethod
     def force(verdicts):
-        verdicts.model.weights[0], verdicts.rungs = -9.0, 1
+        verdicts.model.weights[0], verdicts.opens_at = -9.0, FIRST
 
     def taught(self, action):
         """The pool answers at once; what was seen is taken once."""

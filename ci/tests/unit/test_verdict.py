@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from esgrpo.algo.verdict import AUDIT, CUT, WATCH, Lessons, Verdicts
 from esgrpo.algo.verdict_features import FEATURES, LARGEST, READ_TOKENS, Glance, Look, Siblings, Sketches, vector
-from esgrpo.algo.verdict_gate import Settings
+from esgrpo.algo.verdict_gate import FIRST, Settings
 from esgrpo.algo.verdict_model import Logistic, Sums, log_loss
 
 SIZE = len(FEATURES)
@@ -144,7 +144,7 @@ def test_damaged_weights_are_refused(state):
 def rule(settings_: Settings = OPEN, seed: int = 0, **gate) -> Verdicts:
     made = Verdicts(settings_, random.Random(seed))
     made.model.weights[0] = -12.0  # everybody is a candidate
-    made.rungs = int(gate.get("open", True))
+    made.opens_at = FIRST if gate.get("open", True) else None
     return made
 
 
@@ -180,7 +180,7 @@ def test_a_coin_can_still_be_tossed_when_the_gate_opens():
     verdicts = rule(Settings(audit=1e-9), open=False)
     verdicts.watch("g", 4)
     assert verdicts.look("g", {0: a_look()})[0].what == WATCH and verdicts.look("g", {0: a_look()}) == {}
-    verdicts.rungs = 1
+    verdicts.opens_at = FIRST
     assert verdicts.look("g", {0: a_look()})[0].what == CUT and verdicts.look("g", {0: a_look()}) == {}
 
 
@@ -192,7 +192,7 @@ def test_on_average_a_coin_teaches_what_all_outcomes_would(correct):
         verdicts.watch("g", 1)
         verdicts._rng.random = lambda: 0.0 if what == AUDIT else 1.0
         if what == WATCH:
-            verdicts.rungs = 0
+            verdicts.opens_at = None
         assert verdicts.look("g", {0: a_look()})[0].what == what
         if what != CUT:
             verdicts.ended("g", 0, 100, correct)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esgrpo.algo.verdict_gate import RUNGS, Gate, Outcome, Settings
+from esgrpo.algo.verdict_gate import FIRST, SCALES, Gate, Outcome, Settings
 
 
 def seen(correct: bool, candidate: bool, tokens: int = 100, weight: float = 1.0) -> Outcome:
@@ -27,8 +27,8 @@ def test_the_gate_opens_where_the_score_knows():
 
 @pytest.mark.parametrize(("spoil", "why"), [
     (lambda gate: setattr(gate, "outcomes", 499), "too few outcomes"),
-    (lambda gate: gate.falses[0].extend([(1.0, True)] * 5), "false cuts"),
-    (lambda gate: gate.falses[0].clear(), "false cuts"),
+    (lambda gate: gate.falses[FIRST].extend([(1.0, True)] * 5), "false cuts"),
+    (lambda gate: gate.falses[FIRST].clear(), "false cuts"),
     (lambda gate: setattr(gate, "evidence", 2.9), "no better than length"),
     (lambda gate: gate.lost.extend([(100, 1.0, 0.01)] * 50), "correct responses lost"),
     # 15 of 515 are few, but they are the longest
@@ -43,8 +43,8 @@ def test_any_of_four_conditions_shuts_it(spoil, why):
 @pytest.mark.parametrize(("spoil", "said"), [
     (lambda gate: None, ""),
     (lambda gate: setattr(gate, "outcomes", 499), "too few outcomes"),
-    (lambda gate: gate.falses[0].clear(), "false cuts: 0 candidates seen to their end, wanted 20"),
-    (lambda gate: gate.falses[0].extend([(1.0, True)] * 10), "false cuts: up to 32% of 40 candidates, allowed 15%"),
+    (lambda gate: gate.falses[FIRST].clear(), "false cuts: 0 candidates seen to their end, wanted 20"),
+    (lambda gate: gate.falses[FIRST].extend([(1.0, True)] * 10), "false cuts: up to 32% of 40 candidates, allowed 15%"),
     (lambda gate: setattr(gate, "evidence", 2.9), "no better than length: 2.9 nats, wanted 3.0"),
     (lambda gate: gate.lost.extend([(100, 1.0, 0.01)] * 50), "correct responses lost: up to 10% of all, allowed 5%"),
     (lambda gate: gate.lost.extend([(9999, 1.0, 0.01)] * 15),
@@ -110,16 +110,25 @@ def test_who_has_seen_few_right_responses_does_not_know_what_is_lost(right, why)
 def test_limits_are_proven_one_after_the_other():
     """Right responses between the first and the second limit stop the second one, whatever the third says."""
     gate = right_gate()
-    assert gate.rungs() == len(RUNGS)
-    low, middle, _ = gate.settings.limits
+    assert gate.opens_at() == len(SCALES) - 1
+    _, first, second, _ = gate.settings.limits
     for _ in range(10):
-        gate.learn(Outcome(100, True, 1.0, (low + middle) / 2, 1.0, 0.1))
+        gate.learn(Outcome(100, True, 1.0, (first + second) / 2, 1.0, 0.1))
         gate.lost.pop()  # that so many would be lost is another reason
-    gate.falses[2].extend([(1.0, False)] * gate.settings.candidates)
-    assert gate.why_shut(0) == "" and gate.why_shut(1) == "false cuts" and gate.why_shut(2) == "" and gate.rungs() == 1
+    gate.falses[3].extend([(1.0, False)] * gate.settings.candidates)
+    assert [gate.why_shut(at) for at in range(len(SCALES))] == ["", "", "false cuts", ""] and gate.opens_at() == FIRST
+
+
+@pytest.mark.parametrize("lowest, opens_at", [(0.06, 0), (0.04, None)])
+def test_where_cut_below_is_not_proven_half_of_it_may_be(lowest, opens_at):
+    """Right responses that the score was nearly sure would fail: at half the limit they are no candidates; and if they
+    are, it is shut."""
+    gate = right_gate()
+    gate.lost.extend([(9999, 1.0, lowest)] * 15)  # the longest
+    assert gate.why_shut() == "correct responses lost" and gate.opens_at() == opens_at
 
 
 @given(st.floats(1e-6, 0.5))
 def test_no_limit_is_beyond_a_half(cut_below):
     limits = Settings(cut_below=cut_below).limits
-    assert list(limits) == sorted(limits) and limits[0] == cut_below and limits[-1] <= 0.5
+    assert list(limits) == sorted(limits) and limits[FIRST] == cut_below and limits[-1] <= 0.5

@@ -19,7 +19,7 @@ from esgrpo.algo.looks import LOOKS_IN_BUDGET, Looks, distance
 from esgrpo.algo.segments import CONTINUE, SegmentBook
 from esgrpo.algo.verdict import Lessons, VerdictPool, Verdicts, verdicts_of
 from esgrpo.algo.verdict_features import READ_TOKENS, Look
-from esgrpo.algo.verdict_gate import Outcome, Settings
+from esgrpo.algo.verdict_gate import FIRST, Outcome, Settings
 from esgrpo.errors import ConfigError
 from esgrpo.hooks.verl.groups import audit_pool, rollout_driver
 
@@ -211,7 +211,7 @@ async def scene(open_gate: bool, fails: int = 0):
     driver, server = rollout_driver.Driver(0, BUDGET, Pool()), Server(fails)
     await until(lambda: not driver._tasks)
     verdicts = driver.runs.rules.pruner.verdicts
-    verdicts.model.weights[0], verdicts.rungs = -9.0, int(open_gate)
+    verdicts.model.weights[0], verdicts.opens_at = -9.0, FIRST if open_gate else None
     seats = [seat_of(driver, size=2) for _ in range(2)]
     for seat in seats:
         seat.placed("r", server)
@@ -229,7 +229,7 @@ def test_a_worker_asks_for_looks_and_ends_whom_they_speak_against(run):
     driver, server, rows = asyncio.run(scene(open_gate=True))
     assert server.ended == [("g", [0], "verdict")] and all(groups == ["g"] for groups in server.asked)
     assert [(row["outcome"], row["rule"]) for row in rows] == [("prune", "verdict"), ("finish", "")]
-    assert rows[0]["tokens_at_decision"] == 64 and rows[0]["audit"]["shut"] == "too few outcomes"
+    assert rows[0]["tokens_at_decision"] == 64 and rows[0]["audit"]["open"] and not rows[0]["audit"]["shut"]
     assert driver.decisions["verdicts/pruned"] == 1 and driver.decisions["verdicts/looks"] >= 1
 
 

@@ -29,11 +29,11 @@ from esgrpo.algo.verdict_features import (
     Sketches,
     vector,
 )
-from esgrpo.algo.verdict_gate import RUNGS, Gate, Outcome, Settings
+from esgrpo.algo.verdict_gate import FIRST, SCALES, Gate, Outcome, Settings
 from esgrpo.algo.verdict_model import Logistic, Sums, log_loss
 
 CUT, AUDIT, WATCH = "cut", "audit", "watch"  # what becomes of a candidate: WATCH lets it go on, whatever the coin says
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -96,18 +96,23 @@ class Verdicts:
         self.settings, self._rng = settings, rng
         self.model, self.length = Logistic(tuple(columns)), Logistic(LENGTH_FEATURES)
         self.gate = Gate(settings)
-        self.rungs = 0  # limits up to which the gate was open at the last update
+        self.opens_at: int | None = None  # limit at which the gate was open at the last update
         self.groups: dict[str, Group] = {}
         self._outcomes: list[Outcome] = []
 
     @property
     def open(self) -> bool:
-        return self.rungs > 0
+        return self.opens_at is not None
 
     @property
     def limit(self) -> float:
         """Probability below which a response is a candidate."""
-        return self.settings.limits[max(self.rungs, 1) - 1]
+        return self.settings.limits[self._at]
+
+    @property
+    def _at(self) -> int:
+        """Index of it; that of `cut_below` while the gate is shut."""
+        return FIRST if self.opens_at is None else self.opens_at
 
     def watch(self, group: str, size: int) -> None:
         self.groups.setdefault(group, Group(size))
@@ -217,15 +222,16 @@ class Verdicts:
             self.gate.learn(outcome)
         self.model.update(lessons.model)
         self.length.update(lessons.length)
-        self.rungs = self.gate.rungs()
+        self.opens_at = self.gate.opens_at()
 
     def report(self) -> dict:
         """False rate of the newest candidates and its bound, as an audit reports those of its rules, and the gate."""
-        rung = max(self.rungs, 1) - 1
-        return {"false_rate": self.gate.false_rate(rung), "false_rate_bound": self.gate.false_bound(rung),
-                "outcomes": len(self.gate.falses[rung]), "scale": RUNGS[rung],
+        at = self._at
+        return {"false_rate": self.gate.false_rate(at), "false_rate_bound": self.gate.false_bound(at),
+                "outcomes": len(self.gate.falses[at]), "scale": SCALES[at],
                 "needed": self.settings.min_candidates, "responses": self.gate.outcomes,
-                "needed_responses": self.settings.min_outcomes, "open": self.open, "shut": self.gate.says()}
+                "needed_responses": self.settings.min_outcomes, "open": self.open,
+                "shut": "" if self.open else self.gate.says()}
 
     def adopt(self, state: Mapping) -> None:
         """What the run knows (`to_state` of its pool); what was seen here since `take` is still to be told."""
@@ -251,7 +257,7 @@ class Verdicts:
         except (KeyError, TypeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
         self.model, self.length, self.gate = fresh.model, fresh.length, fresh.gate
-        self.rungs = self.gate.rungs()
+        self.opens_at = self.gate.opens_at()
 
 
 def verdicts_of(settings: config.Segment, rng: random.Random) -> Verdicts:

@@ -1,7 +1,8 @@
 """When early verdicts may cut: the gate, on outcomes of this run alone.
 
-The limit is the highest of RUNGS times `cut_below` up to which the gate is open, one rung after the other. It is open
-while all of this holds:
+The limit is one of SCALES times `cut_below`. `cut_below` itself is asked about first; where the gate is open there, so
+are the higher limits, one after the other; where it is not, the lower one. It is open at a limit while all of this
+holds:
  1. enough responses were seen to their end;
  2. of the last candidates whose outcome was seen, few were right: the upper end of a Wilson interval is within the bar;
  3. the score says more than the length does: the sum of log-likelihood ratios of what was seen, predicted before it was
@@ -29,7 +30,8 @@ EVIDENCE_WINDOW = 500.0  # responses after which an old ratio counts 1/e
 DECILES = 10
 LOST_WINDOW = 1500  # correct responses that their lost share is estimated from: one that a coin of 0.1 spared is, in a
 # tenth of them, not enough to shut the gate
-RUNGS = (1.0, 1.5, 2.0)  # of `cut_below`: limits that are proven one after the other
+SCALES = (0.5, 1.0, 1.5, 2.0)  # of `cut_below`: the limits
+FIRST = 1  # of SCALES, that is asked about
 HIGHEST_LIMIT = 0.5  # beyond it a response is rather right than wrong
 
 
@@ -37,7 +39,7 @@ HIGHEST_LIMIT = 0.5  # beyond it a response is rather right than wrong
 class Settings:
     """Defaults as measured by bench.verdict."""
 
-    cut_below: float = 0.10  # probability of ending correct at which a response is a candidate; see RUNGS
+    cut_below: float = 0.10  # probability of ending correct at which a response is a candidate; see SCALES
     audit: float = 0.10  # probability that a candidate of the open gate runs to its end
     max_fraction: float = 0.5  # of a group
     min_outcomes: int = 500  # responses seen to their end before anything is cut
@@ -52,7 +54,7 @@ class Settings:
     @property
     def limits(self) -> tuple[float, ...]:
         """What a probability may have to be below, lowest first."""
-        return tuple(min(self.cut_below * rung, HIGHEST_LIMIT) for rung in RUNGS)
+        return tuple(min(self.cut_below * scale, HIGHEST_LIMIT) for scale in SCALES)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Outcome:
 
 @dataclass
 class Gate:
-    """Invariant: shut before `min_outcomes`, and at a limit at which one of the conditions fails."""
+    """Invariant: shut before `min_outcomes`, and at a limit at which one of the conditions fails. `at`: index of a
+    limit."""
 
     settings: Settings
     outcomes: int = 0
@@ -82,7 +85,7 @@ class Gate:
     lost: deque[tuple[int, float, float]] = field(init=False)  # correct responses: tokens, weight, lowest probability
 
     def __post_init__(self):
-        self.falses = [deque(maxlen=self.settings.candidates) for _ in RUNGS]
+        self.falses = [deque(maxlen=self.settings.candidates) for _ in SCALES]
         self.lost = deque(maxlen=LOST_WINDOW)
 
     def learn(self, outcome: Outcome) -> None:
@@ -94,24 +97,24 @@ class Gate:
         if outcome.correct:
             self.lost.append((outcome.tokens, outcome.weight, outcome.lowest))
 
-    def false_rate(self, rung: int = 0) -> float:
-        falses = self.falses[rung]
+    def false_rate(self, at: int = FIRST) -> float:
+        falses = self.falses[at]
         return sum(share for share, false in falses if false) / sum(share for share, _ in falses) if falses else 0.0
 
-    def false_bound(self, rung: int = 0) -> float:
-        return self._at_most(self.falses[rung])
+    def false_bound(self, at: int = FIRST) -> float:
+        return self._at_most(self.falses[at])
 
-    def lost_shares(self, rung: int = 0) -> list[float]:
+    def lost_shares(self, at: int = FIRST) -> list[float]:
         """Share of correct responses that are candidates, at most: of all, and in each tenth of their lengths.
 
         Upper ends of Wilson intervals, 1 of none: who has seen few correct responses does not know what would be lost.
         An outcome that was seen by a coin stands for 1/pi of them.
         """
-        rows = [(weight, candidate) for _, weight, candidate in sorted(self._lost_at(rung))]
+        rows = [(weight, candidate) for _, weight, candidate in sorted(self._lost_at(at))]
         tenths = [rows[len(rows) * i // DECILES:len(rows) * (i + 1) // DECILES] for i in range(DECILES)]
         return [self._at_most(part) for part in (rows, *tenths)]
 
-    def shortening(self, rung: int = 0) -> float:
+    def shortening(self, at: int = FIRST) -> float:
         """Share by which cutting all candidates shortens the mean correct response, at least.
 
         The control are those that the coin spared, each for 1/pi, or all candidates while nothing is cut.
@@ -119,7 +122,7 @@ class Gate:
         Cutting moves the mean of x from D + m to m, where m is that of no candidates and D the mean over all of
         (x - m, for a candidate, else 0); its standard error is that of a weighted mean.
         """
-        rows = self._lost_at(rung)
+        rows = self._lost_at(at)
         kept = [tokens for tokens, _, candidate in rows if not candidate]
         total = sum(weight for _, weight, _ in rows)
         if not kept or not total:
@@ -130,8 +133,8 @@ class Gate:
         error = math.sqrt(sum((share * (value - move)) ** 2 for share, value in moves))
         return (move - self.settings.z * error) / (mean + move)
 
-    def _lost_at(self, rung: int) -> list[tuple[int, float, bool]]:
-        limit = self.settings.limits[rung]
+    def _lost_at(self, at: int) -> list[tuple[int, float, bool]]:
+        limit = self.settings.limits[at]
         return [(tokens, weight, lowest < limit) for tokens, weight, lowest in self.lost]
 
     def _at_most(self, rows: Collection[tuple[float, bool]]) -> float:
@@ -144,29 +147,29 @@ class Gate:
         effective = total * total / sum(weight * weight for weight, _ in rows)
         return wilson_upper(share * effective, effective, self.settings.z)
 
-    def why_shut(self, rung: int = 0) -> str:
-        """Empty while it is open up to that limit, else the first condition that fails."""
+    def why_shut(self, at: int = FIRST) -> str:
+        """Empty while it is open at that limit, else the first condition that fails."""
         limits = self.settings
         if self.outcomes < limits.min_outcomes:
             return "too few outcomes"
-        if len(self.falses[rung]) < limits.min_candidates or self.false_bound(rung) > limits.max_false_rate:
+        if len(self.falses[at]) < limits.min_candidates or self.false_bound(at) > limits.max_false_rate:
             return "false cuts"
         if self.evidence <= math.log(OPENS_AT):
             return "no better than length"
-        share, *tenths = self.lost_shares(rung)
+        share, *tenths = self.lost_shares(at)
         if share > limits.max_correct_lost or max(tenths) > limits.max_lost_of_length:
             return "correct responses lost"
-        if self.shortening(rung) > limits.max_shortening:
+        if self.shortening(at) > limits.max_shortening:
             return "short answers favoured"
         return ""
 
     def says(self) -> str:
-        """`why_shut` of the lowest limit, with what was found and what is allowed."""
+        """`why_shut` of `cut_below`, with what was found and what is allowed."""
         limits, why = self.settings, self.why_shut()
-        if why == "false cuts" and len(self.falses[0]) < limits.min_candidates:
-            why += f": {len(self.falses[0])} candidates seen to their end, wanted {limits.min_candidates}"
+        if why == "false cuts" and len(self.falses[FIRST]) < limits.min_candidates:
+            why += f": {len(self.falses[FIRST])} candidates seen to their end, wanted {limits.min_candidates}"
         elif why == "false cuts":
-            why += (f": up to {self.false_bound():.0%} of {len(self.falses[0])} candidates, allowed "
+            why += (f": up to {self.false_bound():.0%} of {len(self.falses[FIRST])} candidates, allowed "
                     f"{limits.max_false_rate:.0%}")
         elif why == "no better than length":
             why += f": {self.evidence:.1f} nats, wanted {math.log(OPENS_AT):.1f}"
@@ -183,10 +186,16 @@ class Gate:
             why += f": by {self.shortening():.0%}, allowed {limits.max_shortening:.0%}"
         return why
 
-    def rungs(self) -> int:
-        """How many limits are proven, from the lowest on: each is only asked about after the one below it, so that more
-        limits are no more chances to be open by luck."""
-        return next((rung for rung in range(len(RUNGS)) if self.why_shut(rung)), len(RUNGS))
+    def opens_at(self) -> int | None:
+        """Index of the limit at which it is open; None: it is shut. A higher limit is only asked about where the one
+        below it is proven, and the lowest where nothing else is, so that it has two chances to be open by luck."""
+        proven = None
+        for at in range(FIRST, len(SCALES)):
+            if self.why_shut(at):
+                break
+            proven = at
+        lower = FIRST - 1
+        return lower if proven is None and not self.why_shut(lower) else proven
 
     def to_state(self) -> dict:
         return {"outcomes": self.outcomes, "evidence": self.evidence,
@@ -197,12 +206,12 @@ class Gate:
         """Raises ValueError when it is damaged."""
         try:
             outcomes, evidence = int(state["outcomes"]), float(state["evidence"])
-            falses = [[(float(share), bool(false)) for share, false in rung] for rung in state["falses"]]
+            falses = [[(float(share), bool(false)) for share, false in limit] for limit in state["falses"]]
             lost = [(int(tokens), float(weight), float(lowest)) for tokens, weight, lowest in state["lost"]]
         except (KeyError, TypeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
         possible = (all(weight >= 1 and math.isfinite(weight) and 0 <= lowest <= 1 for _, weight, lowest in lost)
-                    and len(falses) == len(RUNGS) and all(0 < share <= 1 for rung in falses for share, _ in rung))
+                    and len(falses) == len(SCALES) and all(0 < share <= 1 for limit in falses for share, _ in limit))
         if outcomes < 0 or not math.isfinite(evidence) or not possible:
             raise ValueError("a gate that no outcomes give")
         self.outcomes, self.evidence = outcomes, evidence
