@@ -79,7 +79,8 @@ class Verdict:
                                 "is proven on this run's own outcomes")
     check_interval: int = _number(0, 0, None, "tokens between two looks at a response; 0: a 16th of the longest one")
     cut_below: float = _number(0.1, 0.0, 0.5, "a response is a candidate below this probability of ending correct; the "
-                               "gate goes up to twice as high where outcomes allow that, too", open_low=True)
+                               "gate goes up to twice as high where outcomes allow that, too, and to half of it "
+                               "where they do not allow it", open_low=True)
     min_outcomes: int = _number(500, 1, None, "responses seen to their end before anything is cut")
 
 
