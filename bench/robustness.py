@@ -208,15 +208,18 @@ def collect(runs: list[tuple[Cell, str, int]], options) -> tuple[dict, dict, lis
     found, curves = ({f"{cell.name}, {name}": {} for cell, name, _ in runs} for _ in range(2))
     failed = []
     for cell, name, seed in runs:
+        ended = False
         label, run_dir = f"{cell.name}, {name}", run_dir_of(cell, name, seed, options)
         cause = arm.error_line(run_dir / "log.txt") if run_dir.exists() else "not started"
         try:
             if is_over(run_dir, overrides(cell, name, seed, run_dir, options)):
                 found[label][seed], curves[label][seed] = measures(cell, run_dir, targets(options)[cell.name])
+                ended = not json.loads((run_dir / "arm.json").read_text())["stopped_at_budget"]
         except (OSError, LookupError, ValueError) as error:
             cause = f"{cause}, {type(error).__name__} in its records"
         numbers = found[label].get(seed, {"crashed": True, "optimiser steps": 0})
-        if numbers["crashed"] or numbers["optimiser steps"] < options.steps:
+        # one that ended by itself is whole: fully async may log no metrics of its last version
+        if numbers["crashed"] or not ended and numbers["optimiser steps"] < options.steps:
             cause = cause if numbers["crashed"] else "stopped at its limit"
             failed.append(f"{label} seed {seed}, {numbers['optimiser steps']} optimiser steps: {cause}")
     return found, curves, failed
