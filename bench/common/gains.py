@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,8 @@ PARTS, LEFT_OUT = "train_h200_parts.json", "train_h200_left_out.json"
 VERDICTS = "train_h200_verdicts.json"  # three arms on one H200, the present rule of verdicts
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
 RATE = "train_h200_smollm2_rate.json"  # the same at 2.5 times the learning rate, two runs at once on one H200
+CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning rates, four runs at once on one H200
+LAST_EVALUATIONS = 4  # of CHAIN_SUM's seven: one alone has a standard error of 0.03
 ENGLISH, CHINESE = "en", "zh"
 DPI = 130
 
@@ -174,7 +177,7 @@ def _pretrained() -> dict[str, str]:
             "real_reward": spread(pair.overlay[last] for pair in pairs),
             "real_reward_plain": spread(pair.plain[last] for pair in pairs),
             "real_first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
-            **_rate(last)}
+            **_rate(last), **_chain_sum()}
 
 
 def _rate(last: str) -> dict[str, str]:
@@ -182,6 +185,25 @@ def _rate(last: str) -> dict[str, str]:
     plain, ours = _arms(RATE).values()
     return {"rate_end": f"{ours[last]:.2f}", "rate_end_plain": f"{plain[last]:.2f}",
             "rate_pruned": f"{ours['decisions: pruning']:,}"}
+
+
+def _chain_sum() -> dict[str, str]:
+    """Of the pairs with short answers, the smaller learning rate first."""
+    arms, curves = _arms(CHAIN_SUM), json.loads((RESULTS / CHAIN_SUM).read_text())["curves"]
+
+    def both(value: Callable[[str], float], shown: str, kind: str = "all verdicts") -> str:
+        return " / ".join(format(value(f"{kind} lr={rate}"), shown) for rate in ("2e-5", "5e-5"))
+
+    def times(key: str) -> Callable[[str], float]:
+        return lambda arm: arms[arm][key] / arms[arm.replace("all verdicts", "plain")][key]
+
+    def reward(arm: str) -> float:
+        (curve,) = curves[arm].values()
+        return statistics.mean(value for _, value in curve["evaluations"][-LAST_EVALUATIONS:])
+
+    return {"chain_times": both(times("effective tokens/s"), ".2f"), "chain_useful": both(times(USEFUL), ".2f"),
+            "chain_reward": both(reward, ".2f"), "chain_reward_plain": both(reward, ".2f", "plain"),
+            "chain_cut": both(lambda arm: arms[arm]["decisions: verdicts"], ",")}
 
 
 def _texts() -> dict:
