@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import sys
 
@@ -46,6 +47,29 @@ def assert_same(found):
 def test_weights_arrive_bit_for_bit(engines):
     for _ in range(2):  # the same socket serves every sync
         assert_same(asyncio.run(sync(*engines)))
+
+
+def test_weights_wait_at_the_trainer_until_a_worker_takes_them(engines, monkeypatch):
+    from esgrpo.platforms import cpu_checkpoint
+
+    trainer, worker = engines
+    parts = [(str(n), torch.full((2 * 2**20,), n, dtype=torch.float32)) for n in range(40)]  # more than kernels buffer
+    trainer.push[0][0].setsockopt(zmq.SNDTIMEO, 500)  # ms
+    with pytest.raises(cpu_checkpoint.RunError, match="took no weights"):  # by ZeroMQ's own limit all 320 MiB wait
+        asyncio.run(trainer.send_weights(iter(parts)))
+
+
+def test_more_weights_than_may_wait_arrive(engines):
+    trainer, worker = engines
+    parts = [(str(n), torch.full((2 * 2**20,), n, dtype=torch.float32)) for n in range(12)]
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        sent = threads.submit(lambda: asyncio.run(trainer.send_weights(iter(parts))))
+
+        async def received():
+            return [(name, float(tensor[0]), float(tensor[-1])) async for name, tensor in worker.receive_weights()]
+
+        assert asyncio.run(received()) == [(name, float(name), float(name)) for name, _ in parts]
+        sent.result(timeout=60)
 
 
 @pytest.mark.parametrize("token", [[], [b""], [b"0" * 64]], ids=["none", "empty", "wrong"])

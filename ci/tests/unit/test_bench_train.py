@@ -82,7 +82,7 @@ def test_the_pretrained_model_reaches_verl(tmp_path):
     assert lines["data.train_max_samples"] == "64" and lines["data.val_max_samples"] == "32"
     dtype = lines[f"{ROLLOUT}.dtype"]
     assert dtype == scales.cpu_dtype()
-    assert lines[f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"] == str(scales.CPU_KV_BYTES[dtype])
+    assert lines[f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"] == str(scales.CPU_KV_BYTES)
 
 
 @pytest.mark.parametrize("flags, dtype", [("sse2 avx2", "float32"), ("avx512f avx512_bf16", "bfloat16"),

@@ -14,9 +14,11 @@ import secrets
 
 import torch
 
-from esgrpo.errors import say
+from esgrpo.errors import RunError, say
 
 TOKEN_BYTES = 32
+BUCKETS_AHEAD = 1  # of a socket at either end: by ZeroMQ's own 1,000 both would hold all weights at once
+SEND_DEADLINE_S = 300.0  # for a worker to take a bucket
 
 
 def register(base) -> None:
@@ -35,6 +37,7 @@ def register(base) -> None:
         def prepare(self):
             if self.pull is None:  # the same socket serves every sync
                 self.pull = self.context.socket(zmq.PULL)
+                self.pull.setsockopt(zmq.RCVHWM, BUCKETS_AHEAD)
                 ip = ray.util.get_node_ip_address().strip("[]")
                 self.address = f"tcp://{ip}:{self.pull.bind_to_random_port(f'tcp://{ip}')}"
             return {"address": self.address, "token": self.token}
@@ -51,6 +54,8 @@ def register(base) -> None:
             for address, token in peers if rank == 0 else []:
                 socket = self.context.socket(zmq.PUSH)
                 socket.setsockopt(zmq.LINGER, -1)
+                socket.setsockopt(zmq.SNDHWM, BUCKETS_AHEAD)
+                socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE_S * 1000))
                 socket.connect(address)
                 self.push.append((socket, token.encode()))
 
@@ -65,7 +70,13 @@ def register(base) -> None:
             frames = [json.dumps(header).encode()]
             frames += [t.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for _, t in bucket]
             for socket, token in self.push:
-                socket.send_multipart([token, *frames])
+                try:
+                    socket.send_multipart([token, *frames])
+                except zmq.Again:
+                    socket.setsockopt(zmq.LINGER, 0)  # what nobody reads does not hold up the end, too
+                    raise RunError("cpu-checkpoint-engine", f"a rollout worker took no weights for {SEND_DEADLINE_S:.0f} s",
+                                   "each bucket taken by every worker", "this weight sync, and the run, end",
+                                   "look in the worker's log for what stopped it") from None
 
         @torch.no_grad()
         async def send_weights(self, weights, global_steps=None):
