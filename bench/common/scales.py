@@ -22,7 +22,7 @@ FAMILIES = ("gcd", "chain_sum", "lcm", "prime_factorization")  # of bench.pretra
 PRETRAINED_PROMPT_TOKENS = 128
 WEIGHT_BUCKET_MB = 128  # the embedding of SmolLM2 is 108 MiB in float32
 SEGMENTS = 8  # of a response at its cap, as in UloRL
-CPU_KV_BYTES = 300 * 2**20  # in bfloat16 32 responses at their cap; in float32 16, and 32 of 60 tokens, the usual length
+CPU_KV_BYTES = 300 * 2**20  # 32 responses at their cap in bfloat16; in float32 16, or 32 of 60 tokens, as most are
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # flags of processors that calculate in it; the last one is Arm's
 PROMPTS = 256  # of the training set
 

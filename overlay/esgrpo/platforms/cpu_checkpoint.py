@@ -74,7 +74,8 @@ def register(base) -> None:
                     socket.send_multipart([token, *frames])
                 except zmq.Again:
                     socket.setsockopt(zmq.LINGER, 0)  # what nobody reads does not hold up the end, too
-                    raise RunError("cpu-checkpoint-engine", f"a rollout worker took no weights for {SEND_DEADLINE_S:.0f} s",
+                    raise RunError("cpu-checkpoint-engine",
+                                   f"a rollout worker took no weights for {SEND_DEADLINE_S:.0f} s",
                                    "each bucket taken by every worker", "this weight sync, and the run, end",
                                    "look in the worker's log for what stopped it") from None
 
