@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,17 @@ class Result:
     sampler: bool  # prompts were chosen by the gradient that they promise
     modules: list[decisions.Row]  # what each decided in the whole run, or why nothing
     peak_bytes: int  # memory of all processes; 0 where it was not recorded
+    visits: Visits
+
+
+@dataclass(frozen=True)
+class Visits:
+    """How often training prompts came. `learned`: reward of a prompt's last group less that of its first, the mean of
+    those that came back; it says what training on these prompts taught, not what else it did."""
+
+    prompts: int
+    came_back: int
+    learned: float | None
 
 
 def add_target_option(parser) -> None:
@@ -120,6 +132,17 @@ def _evaluations(metrics: list[dict], ready: float) -> list[tuple[float, float]]
     return found
 
 
+def visits_of(responses: Sequence[Mapping]) -> Visits:
+    """Of rows of responses; a row that does not know its prompt (older releases) is left out."""
+    scores: dict[str, dict[str, list[float]]] = {}  # prompt -> group -> scores; groups as they began
+    for row in sorted(responses, key=lambda row: row["started"]):
+        if row.get("prompt") is not None and row.get("score") is not None:
+            scores.setdefault(row["prompt"], {}).setdefault(row["group"], []).append(row["score"])
+    means = [[statistics.mean(group) for group in groups.values()] for groups in scores.values()]
+    learned = [of[-1] - of[0] for of in means if len(of) > 1]
+    return Visits(len(means), len(learned), statistics.mean(learned) if learned else None)
+
+
 def _windows(rows: list[dict]) -> dict[str, float]:
     """Bubble over all windows; the rollouter's pause is one number per version, repeated for each replica."""
     paused = {row["version"]: row["rollouter_paused"] for row in rows}
@@ -168,7 +191,8 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         pruned=sum(r["outcome"] == Outcome.PRUNE for r in rows), partial=sum(r["attempts"] > 1 for r in responses),
         sampler=any(hook["slug"] in SAMPLERS and hook["state"] == "APPLIED"
                     for report in hooks for hook in report["hooks"]),
-        modules=decided.of_directory(str(run_dir), hooks), peak_bytes=arm.get("peak_bytes", 0))
+        modules=decided.of_directory(str(run_dir), hooks), peak_bytes=arm.get("peak_bytes", 0),
+        visits=visits_of(responses))
 
 
 def module_rows(results: list[Result]) -> list[list[str]]:

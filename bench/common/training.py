@@ -46,6 +46,7 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         values = [m[key] for m in metrics if key in m]
         return statistics.mean(values) if values else None
 
+    late = [reward for at, reward in result.evaluations if at > result.seconds / 2]
     drifts = [m[DRIFT] for m in metrics if DRIFT in m]
     cpu = json.loads((run_dir / "arm.json").read_text()).get("cpu_s", {})
     kept = [m["esgrpo/sync/kept"] for m in metrics if "esgrpo/sync/kept" in m]
@@ -70,6 +71,9 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         **compare.races(result, targets),
         "held-out reward, first": result.evaluations[0][1] if result.evaluations else None,
         "held-out reward, last": result.evaluations[-1][1] if result.evaluations else None,
+        "held-out reward, later half": statistics.mean(late) if late else None,
+        "prompts": result.visits.prompts, "prompts that came back": result.visits.came_back,
+        "reward of a prompt, last visit less first": result.visits.learned,
         **{f"waste {cause}": result.balance[cause] / spent for cause in WASTES},
         "false-prune rate": last("esgrpo/prune/false_rate"),
         "length bias": max(bias) if bias else None,

@@ -1,11 +1,12 @@
 """The comparison of arms: when a target counts as reached, and what is said where it does not."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from bench.common import compare
+from bench.common import compare, training
 from ci.tests.unit.test_bench_robustness import write_run
 
 TARGET = 0.6
@@ -48,3 +49,20 @@ def test_what_a_group_with_gradient_costs_and_what_the_later_half_brings(tmp_pat
     result = compare.load(tmp_path / "run", TARGET)
     assert result.gradient_groups == 2 and result.balance["spent"] == 180 and result.balance["trained"] == 120
     assert result.effective_later == pytest.approx(100 / (seconds / 2))
+
+
+def test_what_a_prompt_brought_at_its_last_visit_and_at_its_first():
+    scored = [("p", "late", 5.0, 1.0), ("p", "late", 5.1, 1.0), ("p", "first", 1.0, 0.0), ("p", "first", 1.1, 1.0),
+              ("p", "between", 3.0, 0.0), ("q", "once", 2.0, 1.0), ("r", "1", 1.0, 1.0), ("r", "2", 2.0, 0.75)]
+    rows = [{"prompt": prompt, "group": group, "started": at, "score": score} for prompt, group, at, score in scored]
+    rows += [{"group": "of an older release", "started": 0.0}, {**rows[0], "group": "not scored", "score": None}]
+    assert compare.visits_of(rows) == compare.Visits(prompts=3, came_back=2, learned=(0.5 - 0.25) / 2)
+    assert compare.visits_of([]) == compare.Visits(0, 0, None)
+
+
+def test_the_later_half_of_the_held_out_rewards_is_a_measure(tmp_path):
+    write_run(tmp_path / "run", [], [0.2])
+    result = compare.load(tmp_path / "run", TARGET)  # of 100 s
+    for evaluations, later in (([(0.0, 0.2), (40.0, 0.3), (60.0, 0.5), (90.0, 0.75)], 0.625), ([(0.0, 0.2)], None)):
+        found = training.measures(tmp_path / "run", dataclasses.replace(result, evaluations=evaluations))
+        assert found["held-out reward, later half"] == later
