@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -91,15 +92,18 @@ def test_every_sample_ends_once_and_every_token_has_its_version(run):
 
 
 def test_requests_were_kept_and_none_was_aborted(run):
-    """A run that keeps nothing has the switch on in vain: an error. What begins again is what yielded in a loop and was
-    passed by, nothing else."""
+    """A run that keeps nothing has the switch on in vain: an error. An engine hands back a proven loop, once, for the
+    coin; it begins again unless it was cut there, as a loop or by a rule that fell in the meantime."""
     windows, responses = read(str(run), "windows"), read(str(run), "responses")
     assert sum(window["kept"] for window in windows) > 0
     assert sum(window["outcomes"].get("abort", 0) for window in windows) == 0
     assert {window["in_flight"] for window in windows} == {0}
     yields = sum(count for window in windows for outcome, count in window["outcomes"].items()
                  if outcome.startswith("yield"))
-    assert sum(row["attempts"] - 1 for row in responses) == yields
+    again = sum(row["attempts"] - 1 for row in responses)
+    cut = Counter(row["rule"] for row in responses if row["outcome"] == "prune")
+    assert yields - cut["resolved"] <= again + cut["repetition"] <= yields
+    assert max(row["attempts"] for row in responses) <= 2
     assert all(row["reprefill"] == 0 for row in responses if row["attempts"] == 1)
     rows = metrics_of(run, "esgrpo/sync/kept")
     assert sum(row["esgrpo/sync/kept"] for row in rows) > 0 and max(row["esgrpo/sync/kv_age"] for row in rows) >= 1
