@@ -6,7 +6,9 @@ Every arm is a real fully-async run (Ray, vLLM, weight syncs, an optimiser) of t
 Engine steps sleep, so that rollout has a speed of its own although all processes share the cores: `bench/slow_engine`
 makes the delay of --step-ms, and doubles the steps' length after --half seconds. In arms with long updates the trainer
 sleeps, too, so that it is the slower side at first. Throughput is in trained tokens/s, and in fresh ones: each weighs
-exp(-age / age_scale), age in optimiser steps. The first --skip seconds of either half are left out.
+exp(-age / age_scale), age in optimiser steps. The first --skip seconds of either half are left out. With --learning-rate
+0 no alarm of the training signals moves anything: what is seen then is the rates' doing alone. Arms of v1 run verl's
+separate_async, whose prompts in flight nobody sets.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ MADE = "made.json"  # in the folder of a run that came to its end
 
 @dataclass(frozen=True)
 class Arm:
-    concurrent: int  # groups in flight
+    concurrent: int | None  # groups in flight; None: under v1, which has no such setting
     staleness: float
     controlled: bool = False
     long_updates: bool = False  # training is the slower side before rollout slows down
@@ -48,16 +50,19 @@ ARMS = {f"{name}{suffix}": Arm(*setting, long)
         for suffix, long in (("", False), (", long updates", True))
         for name, setting in (("controlled", (8, 0.5, True)), ("fixed 8, 0.5", (8, 0.5, False)),
                               ("fixed 24, 2", (24, 2.0, False)))}
+V1_ARMS = {"v1 controlled": Arm(None, 0.5, True), "v1 fixed 0.5": Arm(None, 0.5), "v1 fixed 2": Arm(None, 2.0)}
+EVERY_ARM = {**ARMS, **V1_ARMS}
 
 
-def overrides(each: Arm, data: Path, run_dir: Path, seed: int) -> list[str]:
+def overrides(each: Arm, data: Path, run_dir: Path, seed: int, learning_rate: float) -> list[str]:
     control = [f"{SEGMENT}.overlap.enable=True", f"{SEGMENT}.overlap.override=True",
                f"{SEGMENT}.overlap.age_scale={AGE_SCALE}"] if each.controlled else []
-    return [*stack.fully_async(str(TESTBED / "model"), str(data / "train.parquet"), str(data / "val.parquet"),
-                               str(TESTBED / "reward.py"), str(run_dir), response_length=RESPONSE_LENGTH,
-                               group_size=GROUP_SIZE, mini_batch=MINI_BATCH, staleness=each.staleness,
-                               concurrent=each.concurrent, max_num_seqs=MAX_NUM_SEQS),
-            f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}", f"{SEGMENT}.observe=True",
+    files = map(str, (TESTBED / "model", data / "train.parquet", data / "val.parquet", TESTBED / "reward.py", run_dir))
+    sizes = {"response_length": RESPONSE_LENGTH, "group_size": GROUP_SIZE, "mini_batch": MINI_BATCH,
+             "max_num_seqs": MAX_NUM_SEQS, "learning_rate": learning_rate}
+    trainer = stack.v1("separate_async", *files, warmup=each.staleness, **sizes) if each.concurrent is None else \
+        stack.fully_async(*files, staleness=each.staleness, concurrent=each.concurrent, **sizes)
+    return [*trainer, f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}", f"{SEGMENT}.observe=True",
             'trainer.logger=["console","file"]', *control]
 
 
@@ -109,14 +114,14 @@ def folder(name: str, seed: int, options) -> Path:
 
 
 def run(name: str, seed: int, options) -> dict:
-    each, run_dir = ARMS[name], folder(name, seed, options)
+    each, run_dir = EVERY_ARM[name], folder(name, seed, options)
     if options.measure_only:
         return measure(run_dir, each, options)
     shutil.rmtree(run_dir, ignore_errors=True)
     data = options.out / "data"
     make_data.write("search", seed, {"train": PROMPTS, "val": HELD_OUT}, data)
-    arm.run(name, overrides(each, data, run_dir, seed), run_dir, ROOT / "overlay",
-            budget_s=2 * options.half + options.skip, say=say, environment={
+    arm.run(name, overrides(each, data, run_dir, seed, options.learning_rate), run_dir, ROOT / "overlay",
+            main=stack.MAIN_PPO if each.concurrent is None else stack.FULLY_ASYNC, budget_s=2 * options.half + options.skip, say=say, environment={
                 "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "overlay", ROOT / "bench" / "slow_engine", ROOT))),
                 "SLOW_STEP_MS": str(options.step_ms), "SLOW_AFTER_S": str(options.half),
                 "SLOW_MARK": str(run_dir / "slow_since"),
@@ -132,6 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--step-ms", type=float, default=30.0, help="that an engine step sleeps; twice that later")
     parser.add_argument("--token-ms", type=float, default=1.75,
                         help="that an update sleeps for each token of a response, where updates are long")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--half", type=float, default=100.0, help="seconds before rollout becomes slower, and after")
     parser.add_argument("--skip", type=float, default=20.0, help="seconds at the start of a half that do not count")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "overlap")
@@ -140,8 +146,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
     names = options.arms.split(";")
-    if set(names) - set(ARMS):
-        parser.error(f"unknown arm in {names}; known: {', '.join(ARMS)}")
+    if set(names) - set(EVERY_ARM):
+        parser.error(f"unknown arm in {names}; known: {'; '.join(EVERY_ARM)}")
     found = {f"{name}, seed {seed}": run(name, seed, options) for name in names for seed in options.seeds
              if not options.measure_only or (folder(name, seed, options) / MADE).exists()}
     rows = [[name, part, *(f"{number:.2f}" for number in result[part].values())]
@@ -157,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
             "command": without_folders(command), "commit": next(iter(found.values()))["commit"], "seeds": options.seeds,
             "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": f"{os.cpu_count()} cores of {cpu_model()}",
             "python": platform.python_version(), "age_scale": AGE_SCALE, "step_ms": options.step_ms,
-            "token_ms": options.token_ms, "arms": found}, indent=1) + "\n")
+            "token_ms": options.token_ms, "learning_rate": options.learning_rate, "arms": found}, indent=1) + "\n")
     return 0
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -29,8 +30,11 @@ def make_config(asynchronous: bool = False, max_num_seqs: int = 1024, max_model_
     """A real VllmConfig of a tiny Qwen2; the model's config.json is all that vLLM reads."""
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.model_executor.models import registry
 
-    with tempfile.TemporaryDirectory() as folder:
+    # vLLM looks at the model's class in a process of its own, which imports everything once more: for CUDA's sake
+    here = mock.patch.object(registry, "_run_in_subprocess", lambda function: function())
+    with here, tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({
             "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,
             "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": VOCABULARY,

@@ -38,8 +38,8 @@ def test_actors_with_the_hook(run_python, overlay, tmp_path):
     assert "add-hccl-collective-group" not in done.stderr  # nothing odd in the driver
 
 
-@pytest.mark.parametrize("off", [{"ESGRPO_DISABLE": "add-hccl-collective-group"}, {"VERL_PLATFORM": ""}])
-def test_without_it_ray_refuses(run_python, overlay, tmp_path, off):
+def test_without_it_ray_refuses(run_python, overlay, tmp_path):
+    off = {"ESGRPO_DISABLE": "add-hccl-collective-group"}
     done = run_python(SCRIPT, "weights", tmp_path / "own", path=(overlay,), code=1, **{**ON, **off})
     assert "Backend HCCL is not registered" in done.stderr
 
@@ -51,7 +51,11 @@ from esgrpo import engine
 import ray.util.collective
 record = engine.load_hooks()["add-hccl-collective-group"]
 from ray.util.collective.backend_registry import BackendRegistry
-print(json.dumps([record.state.value, record.detail, BackendRegistry().get("HCCL").__module__]))
+try:
+    owner = BackendRegistry().get("HCCL").__module__
+except ValueError as error:
+    owner = str(error)
+print(json.dumps([record.state.value, record.detail, owner]))
 """
 FOREIGN = """
 import wrapt
@@ -68,6 +72,12 @@ engine.refresh()
 def test_it_is_registered_once(run_python, overlay):
     state, _, owner = json.loads(run_python("-c", REGISTRY.format(before=""), path=(overlay,), **ON).stdout)
     assert (state, owner) == ("APPLIED", "esgrpo.platforms.torch_collective")
+
+
+def test_on_another_platform_it_is_not_needed(run_python, overlay):
+    done = run_python("-c", REGISTRY.format(before=""), path=(overlay,), **{**ON, "VERL_PLATFORM": ""})
+    state, _, refused = json.loads(done.stdout)
+    assert state == "NOT_NEEDED" and "not registered" in refused
 
 
 def test_a_foreign_backend_of_that_name_is_left_alone(run_python, overlay):

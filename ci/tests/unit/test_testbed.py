@@ -154,14 +154,14 @@ def test_statistics_of_known_samples():
 
 
 @pytest.mark.slow
-def test_statistics_of_2000_samples():
+def test_statistics_of_1000_samples():
     torch = pytest.importorskip("torch")
     from bench.testbed import statistics
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        stats = statistics.measure("search", 2000)
+        stats = statistics.measure("search", 1000)
     finally:
         torch.set_num_threads(threads)
     # Another CPU rounds differently and so draws other samples: shares may miss by two standard errors, not more.
