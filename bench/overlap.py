@@ -6,8 +6,8 @@ Every arm is a real fully-async run (Ray, vLLM, weight syncs, an optimiser) of t
 Engine steps sleep, so that rollout has a speed of its own although all processes share the cores: `bench/slow_engine`
 makes the delay of --step-ms, and doubles the steps' length after --half seconds. In arms with long updates the trainer
 sleeps, too, so that it is the slower side at first. Throughput is in trained tokens/s, and in fresh ones: each weighs
-exp(-age / age_scale), age in optimiser steps. The first --skip seconds of either half are left out. With --learning-rate
-0 no alarm of the training signals moves anything: what is seen then is the rates' doing alone. Arms of v1 run verl's
+exp(-age / age_scale), age in optimiser steps. The first --skip seconds of either half are left out. With a
+--learning-rate of 0 the policy stays as it is, so that the rates alone move a setting. Arms of v1 run verl's
 separate_async, whose prompts in flight nobody sets.
 """
 
@@ -120,8 +120,9 @@ def run(name: str, seed: int, options) -> dict:
     shutil.rmtree(run_dir, ignore_errors=True)
     data = options.out / "data"
     make_data.write("search", seed, {"train": PROMPTS, "val": HELD_OUT}, data)
+    main_of = stack.MAIN_PPO if each.concurrent is None else stack.FULLY_ASYNC
     arm.run(name, overrides(each, data, run_dir, seed, options.learning_rate), run_dir, ROOT / "overlay",
-            main=stack.MAIN_PPO if each.concurrent is None else stack.FULLY_ASYNC, budget_s=2 * options.half + options.skip, say=say, environment={
+            main=main_of, budget_s=2 * options.half + options.skip, say=say, environment={
                 "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "overlay", ROOT / "bench" / "slow_engine", ROOT))),
                 "SLOW_STEP_MS": str(options.step_ms), "SLOW_AFTER_S": str(options.half),
                 "SLOW_MARK": str(run_dir / "slow_since"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from esgrpo.algo import books, decisions
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
-from esgrpo.algo.terms import Outcome
+from esgrpo.algo.terms import Outcome, Rule
 from esgrpo.records import read
 from esgrpo.tools import decided
 from esgrpo.tools.report import runs
@@ -58,16 +58,28 @@ class Result:
     modules: list[decisions.Row]  # what each decided in the whole run, or why nothing
     peak_bytes: int  # memory of all processes; 0 where it was not recorded
     visits: Visits
+    right: Right
 
 
 @dataclass(frozen=True)
 class Visits:
     """How often training prompts came. `learned`: reward of a prompt's last group less that of its first, the mean of
-    those that came back; it says what training on these prompts taught, not what else it did."""
+    those that came back, and `error` its standard error; it says what training on these prompts taught, not what else
+    it did."""
 
     prompts: int
     came_back: int
     learned: float | None
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Right:
+    """Of responses that were trained. `tokens`: mean of those that came out right, in the first and in the later half;
+    `spared`: candidates of the learned verdicts that a coin let go on, and how many of these came out right."""
+
+    tokens: tuple[float | None, float | None]
+    spared: tuple[int, int] | None  # None: there was no candidate
 
 
 def add_target_option(parser) -> None:
@@ -140,7 +152,19 @@ def visits_of(responses: Sequence[Mapping]) -> Visits:
             scores.setdefault(row["prompt"], {}).setdefault(row["group"], []).append(row["score"])
     means = [[statistics.mean(group) for group in groups.values()] for groups in scores.values()]
     learned = [of[-1] - of[0] for of in means if len(of) > 1]
-    return Visits(len(means), len(learned), statistics.mean(learned) if learned else None)
+    error = statistics.stdev(learned) / len(learned) ** 0.5 if len(learned) > 1 else None
+    return Visits(len(means), len(learned), statistics.mean(learned) if learned else None, error)
+
+
+def right_of(rows: Sequence[Mapping], half: float) -> Right:
+    """`rows`: responses with their fates; `half`: the time at which the later half begins."""
+    trained = [row for row in rows if row["trained"]]
+    lengths = [[row["tokens"] for row in trained if row.get("correct") and (row["ended"] > half) is later]
+               for later in (False, True)]
+    candidates = [row for row in trained if row.get("candidate") and row["candidate_rule"] == Rule.VERDICT]
+    spared = [row.get("correct") for row in candidates if row["exempted"]]
+    return Right(tuple(statistics.mean(each) if each else None for each in lengths),
+                 (len(spared), sum(map(bool, spared))) if candidates else None)
 
 
 def _windows(rows: list[dict]) -> dict[str, float]:
@@ -192,7 +216,7 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         sampler=any(hook["slug"] in SAMPLERS and hook["state"] == "APPLIED"
                     for report in hooks for hook in report["hooks"]),
         modules=decided.of_directory(str(run_dir), hooks), peak_bytes=arm.get("peak_bytes", 0),
-        visits=visits_of(responses))
+        visits=visits_of(responses), right=right_of(rows, half))
 
 
 def module_rows(results: list[Result]) -> list[list[str]]:

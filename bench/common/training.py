@@ -52,6 +52,7 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
     kept = [m["esgrpo/sync/kept"] for m in metrics if "esgrpo/sync/kept" in m]
     moved = [m["esgrpo/routing/moves"] for m in metrics if "esgrpo/routing/moves" in m]
     spent = max(1, result.balance["spent"])
+    spared = result.right.spared or (None, None)
     bias = [v for m in metrics[-1:] for k, v in m.items() if k.startswith("esgrpo/length_bias/")]
     return {
         "step time, s": result.seconds / result.steps if result.steps else None,
@@ -74,6 +75,11 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         "held-out reward, later half": statistics.mean(late) if late else None,
         "prompts": result.visits.prompts, "prompts that came back": result.visits.came_back,
         "reward of a prompt, last visit less first": result.visits.learned,
+        "reward of a prompt, last visit less first, standard error": result.visits.error,
+        "tokens of a right response, first half": result.right.tokens[0],
+        "tokens of a right response, later half": result.right.tokens[1],
+        "verdicts that a coin spared": spared[0],
+        "verdicts that a coin spared, right": spared[1],
         **{f"waste {cause}": result.balance[cause] / spent for cause in WASTES},
         "false-prune rate": last("esgrpo/prune/false_rate"),
         "length bias": max(bias) if bias else None,

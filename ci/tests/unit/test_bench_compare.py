@@ -56,8 +56,22 @@ def test_what_a_prompt_brought_at_its_last_visit_and_at_its_first():
               ("p", "between", 3.0, 0.0), ("q", "once", 2.0, 1.0), ("r", "1", 1.0, 1.0), ("r", "2", 2.0, 0.75)]
     rows = [{"prompt": prompt, "group": group, "started": at, "score": score} for prompt, group, at, score in scored]
     rows += [{"group": "of an older release", "started": 0.0}, {**rows[0], "group": "not scored", "score": None}]
-    assert compare.visits_of(rows) == compare.Visits(prompts=3, came_back=2, learned=(0.5 - 0.25) / 2)
-    assert compare.visits_of([]) == compare.Visits(0, 0, None)
+    assert compare.visits_of(rows) == compare.Visits(
+        prompts=3, came_back=2, learned=(0.5 - 0.25) / 2, error=pytest.approx(0.375))
+    assert compare.visits_of([]) == compare.Visits(0, 0, None, None)
+
+
+def test_what_came_out_right_is_counted_of_what_was_trained():
+    def row(tokens, ended, correct, **more):
+        return {"tokens": tokens, "ended": ended, "correct": correct, "trained": True, "candidate": False, **more}
+
+    verdict = {"candidate": True, "candidate_rule": "verdict"}
+    rows = [row(10, 1.0, True), row(30, 2.0, True), row(99, 2.0, False), row(50, 3.0, True, exempted=True, **verdict),
+            row(70, 4.0, False, exempted=True, **verdict), row(8, 4.0, False, exempted=False, **verdict),
+            {**row(1, 1.0, None, exempted=True, **verdict), "trained": False},
+            row(90, 4.0, False, candidate=True, candidate_rule="resolved", exempted=True)]
+    assert compare.right_of(rows, 2.0) == compare.Right((20, 50), (2, 1))
+    assert compare.right_of(rows[:3], 2.0) == compare.Right((20, None), None)
 
 
 def test_the_later_half_of_the_held_out_rewards_is_a_measure(tmp_path):
