@@ -20,6 +20,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -60,8 +61,10 @@ def overrides(each: Arm, data: Path, run_dir: Path, seed: int, learning_rate: fl
     files = map(str, (TESTBED / "model", data / "train.parquet", data / "val.parquet", TESTBED / "reward.py", run_dir))
     sizes = {"response_length": RESPONSE_LENGTH, "group_size": GROUP_SIZE, "mini_batch": MINI_BATCH,
              "max_num_seqs": MAX_NUM_SEQS, "learning_rate": learning_rate}
-    trainer = stack.v1("separate_async", *files, warmup=each.staleness, **sizes) if each.concurrent is None else \
-        stack.fully_async(*files, staleness=each.staleness, concurrent=each.concurrent, **sizes)
+    if each.concurrent is None:  # that it is ready is known by its first evaluation
+        trainer = [*stack.v1("separate_async", *files, warmup=each.staleness, **sizes), "trainer.val_before_train=True"]
+    else:
+        trainer = stack.fully_async(*files, staleness=each.staleness, concurrent=each.concurrent, **sizes)
     return [*trainer, f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}", f"{SEGMENT}.observe=True",
             'trainer.logger=["console","file"]', *control]
 
@@ -87,7 +90,7 @@ def half(events: list[dict], start: float, end: float) -> dict[str, float]:
 def unaccounted(events: list[dict]) -> float:
     """Share of the wall time between a side's first and last event that no part of its events accounts for."""
     worst = 0.0
-    for side in ("train", "rollout"):
+    for side in {event["side"] for event in events}:  # v1 has no rollouter whose time could be counted
         mine = [event for event in events if event["side"] == side]
         wall = mine[-1]["start"] + mine[-1]["seconds"] - mine[0]["start"]
         worst = max(worst, abs(wall - sum(sum(event["spent"].values()) for event in mine)) / wall)
@@ -146,11 +149,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--measure-only", action="store_true", help="of those runs that were made before")
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     names = options.arms.split(";")
     if set(names) - set(EVERY_ARM):
         parser.error(f"unknown arm in {names}; known: {'; '.join(EVERY_ARM)}")
-    found = {f"{name}, seed {seed}": run(name, seed, options) for name in names for seed in options.seeds
-             if not options.measure_only or (folder(name, seed, options) / MADE).exists()}
+    try:
+        found = {f"{name}, seed {seed}": run(name, seed, options) for name in names for seed in options.seeds
+                 if not options.measure_only or (folder(name, seed, options) / MADE).exists()}
+    except KeyboardInterrupt:
+        say("interrupted; every process of the run has been ended; --measure-only reads those that came to their end")
+        return 130
     rows = [[name, part, *(f"{number:.2f}" for number in result[part].values())]
             for name, result in found.items() for part in ("before", "after")]
     print_table([["run", "half", *next(iter(found.values()))["before"]], *rows])

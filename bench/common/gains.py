@@ -23,6 +23,7 @@ FRESH = "fresh tokens/s"  # each token weighs less with its age
 # two H200s a run, 33 M parameters, staleness 2.0, token_outputs on in the overlay's arm
 TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
 CPU = ("ablation_search.json", "ablation_chain.json")
+OVERLAP = ("overlap_cpu.json", "overlap_cpu_rates.json")  # the second without learning
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
 # memory for about half of what would run; rivals with headroom, too; four updates, and eight
 SEVEN_B = "engine_h200_7b.jsonl"
@@ -155,16 +156,13 @@ def _parts() -> dict[str, str]:
     controlled = next(name for name in left_out if name.startswith("all overlap"))
     return {"long": both("overlay"), "long_plain": both("plain"),
             "long_useful": " / ".join(times(arms, "overlay", key=USEFUL) for arms in (parts, left_out)),
-            "long_loops": end(parts, "C loops"), "long_verdicts": end(parts, "C verdicts"),
             "long_no_sampler": end(left_out, "all without sampler"),
             "long_all": end(left_out, "overlay"), "all_times": times(left_out, "overlay"),
             "no_keep_times": times(left_out, "all without keep"),
-            "loops_times": times(parts, "C loops"), "verdicts_times": times(parts, "C verdicts", "C loops"),
+            "loops_times": times(parts, "C loops"),
             "control_gpu": times(left_out, controlled, "overlay", "effective tokens/s, later half"),
             "present_times": times(present, "C verdicts", "C loops"), "present_loops": end(present, "C loops"),
-            "present_verdicts": end(present, "C verdicts"),
-            "present_useful": times(present, "C verdicts", "C loops", USEFUL),
-            "present_cut": f"{present['C verdicts']['decisions: verdicts']:,}"}
+            "present_verdicts": end(present, "C verdicts")}
 
 
 def _pretrained() -> dict[str, str]:
@@ -238,13 +236,15 @@ def numbers() -> dict[str, str]:
 
 
 def _against_better(half: str) -> list[float]:
-    """Fresh tokens/s of every controlled run, over those of the better one of two fixed settings."""
-    runs = json.loads((RESULTS / "overlap_cpu.json").read_text())["arms"]
-    fresh = {name: run[half][FRESH] for name, run in runs.items()}
-    fixed = {name: [name.replace("controlled", rival) for rival in ("fixed 8, 0.5", "fixed 24, 2")]
-             for name in fresh if name.startswith("controlled")}
-    return [fresh[name] / max(fresh[rival] for rival in rivals) for name, rivals in fixed.items()
-            if set(rivals) <= set(fresh)]
+    """Fresh tokens/s of every controlled run, over those of the better one of two fixed settings of its record."""
+    found = []
+    for record in OVERLAP:
+        fresh = {name: run[half][FRESH] for name, run in json.loads((RESULTS / record).read_text())["arms"].items()}
+        for name in (name for name in fresh if name.startswith("controlled")):
+            rivals = [name.replace("controlled", rival) for rival in ("fixed 8, 0.5", "fixed 24, 2")]
+            if set(rivals) <= set(fresh):
+                found.append(fresh[name] / max(fresh[rival] for rival in rivals))
+    return found
 
 
 def module_numbers() -> dict[str, str]:

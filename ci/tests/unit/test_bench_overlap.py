@@ -36,6 +36,22 @@ def test_time_that_no_event_accounts_for_is_found():
     whole = [event(side, start, 10, busy=10.0) for side in ("train", "rollout") for start in (0, 10)]
     assert overlap.unaccounted(whole) == 0.0
     assert overlap.unaccounted([*whole, event("rollout", 30, 10, busy=10.0)]) == pytest.approx(0.25)
+    assert overlap.unaccounted([each for each in whole if each["side"] == "train"]) == 0.0  # v1 has no rollouter
+
+
+@pytest.mark.parametrize("name, trainer", [("controlled", "async_training.staleness_threshold=0.5"),
+                                           ("v1 controlled", "trainer.v1.separate_async.num_warmup_batches=0.5")])
+def test_an_arm_runs_its_trainer_at_the_learning_rate_that_was_asked_for(name, trainer, tmp_path):
+    lines = overlap.overrides(overlap.EVERY_ARM[name], tmp_path, tmp_path, 1, 0.0)
+    assert trainer in lines and "actor_rollout_ref.actor.optim.lr=0.0" in lines
+    assert f"{overlap.SEGMENT}.overlap.enable=True" in lines
+
+
+def test_an_interrupted_one_says_so_and_ends(monkeypatch, capsys):
+    monkeypatch.setattr(overlap, "run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr(overlap.signal, "signal", lambda *_: None)
+    assert overlap.main(["--arms", "controlled", "--seeds", "1"]) == 130
+    assert "interrupted" in capsys.readouterr().out
 
 
 @pytest.fixture
