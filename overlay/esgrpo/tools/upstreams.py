@@ -84,7 +84,8 @@ def _from_git(version: str, tree: Path) -> None:
         raise Unavailable(f"verl {version}", result.stderr.strip().splitlines()[-1], f"{tag} in {repository}",
                           "not run", "git fetch --tags")
     with tarfile.open(archive) as tar:
-        tar.extractall(tree, filter="data")
+        # Python has filters since 3.10.12 and 3.11.4; git has made the archive, of a repository that the user named
+        tar.extractall(tree, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
 
 
 def pip_command() -> list[str]:

@@ -1,0 +1,28 @@
+"""Sources of upstream releases, where they come from git."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+
+import pytest
+
+from esgrpo.tools import upstreams
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_sources_from_git_need_no_tar_filters(filters, monkeypatch, tmp_path):
+    """Debian 12's Python 3.11.2 has none."""
+    repository = tmp_path / "verl"
+    repository.mkdir()
+    (repository / "setup.py").write_text("# a release\n")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (("init", "-q"), ("add", "-A"), (*identity, "commit", "-qm", "a"), ("tag", "v0.7.0")):
+        subprocess.run(["git", "-C", str(repository), *command], check=True)
+    monkeypatch.setenv("ESGRPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(upstreams.VERL_GIT, str(repository))
+    if not filters:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+        real = tarfile.TarFile.extractall
+        monkeypatch.setattr(tarfile.TarFile, "extractall", lambda self, path=".": real(self, path))
+    assert (upstreams.sources("verl", "0.7.0") / "setup.py").read_text() == "# a release\n"
