@@ -23,7 +23,9 @@ FRESH = "fresh tokens/s"  # each token weighs less with its age
 # two H200s a run, 33 M parameters, staleness 2.0, token_outputs on in the overlay's arm
 TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
 CPU = ("ablation_search.json", "ablation_chain.json")
-OVERLAP = ("overlap_cpu.json", "overlap_cpu_rates.json")  # the second without learning
+# records of overlap control: names of its fixed settings; the second without learning
+OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json"), ("fixed 8, 0.5", "fixed 24, 2"))
+OVERLAP_V1 = {"overlap_cpu_v1.json": ("fixed 0.5", "fixed 2")}
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
 # memory for about half of what would run; rivals with headroom, too; four updates, and eight
 SEVEN_B = "engine_h200_7b.jsonl"
@@ -162,7 +164,8 @@ def _parts() -> dict[str, str]:
             "loops_times": times(parts, "C loops"),
             "control_gpu": times(left_out, controlled, "overlay", "effective tokens/s, later half"),
             "present_times": times(present, "C verdicts", "C loops"), "present_loops": end(present, "C loops"),
-            "present_verdicts": end(present, "C verdicts")}
+            "present_verdicts": end(present, "C verdicts"),
+            "present_useful": times(present, "C verdicts", "C loops", USEFUL)}
 
 
 def _pretrained() -> dict[str, str]:
@@ -235,13 +238,13 @@ def numbers() -> dict[str, str]:
     }
 
 
-def _against_better(half: str) -> list[float]:
+def _against_better(half: str, records: dict[str, tuple[str, ...]]) -> list[float]:
     """Fresh tokens/s of every controlled run, over those of the better one of two fixed settings of its record."""
     found = []
-    for record in OVERLAP:
+    for record, fixed in records.items():
         fresh = {name: run[half][FRESH] for name, run in json.loads((RESULTS / record).read_text())["arms"].items()}
-        for name in (name for name in fresh if name.startswith("controlled")):
-            rivals = [name.replace("controlled", rival) for rival in ("fixed 8, 0.5", "fixed 24, 2")]
+        for name in (name for name in fresh if "controlled" in name):
+            rivals = [name.replace("controlled", rival) for rival in fixed]
             if set(rivals) <= set(fresh):
                 found.append(fresh[name] / max(fresh[rival] for rival in rivals))
     return found
@@ -258,11 +261,12 @@ def module_numbers() -> dict[str, str]:
     losses = json.loads((RESULTS / "robustness_losses.json").read_text())["table"]
     at = losses[0].index("held-out reward, end, less vanilla")
     less = {row[1].replace(" ", "_"): row[at] for row in losses[1:]}
-    control = {half: _against_better(half) for half in ("before", "after")}
+    control = {half: _against_better(half, OVERLAP) for half in ("before", "after")}
+    (before, after), = zip(*(_against_better(half, OVERLAP_V1) for half in ("before", "after")), strict=True)
     pairs = training_pairs()
     cpu = "CPU of vLLM's server, us a token"
     return {**alone, **shares, **less, **{f"control_{half}": spread(ratios) for half, ratios in control.items()},
-            "control_runs": str(len(control["before"])),
+            "control_runs": str(len(control["before"])), "control_v1": f"{before:.2f} / {after:.2f}",
             "front": span([pair.overlay[cpu] for pair in pairs], 0),
             "front_plain": span([pair.plain[cpu] for pair in pairs], 0)}
 
