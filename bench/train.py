@@ -14,7 +14,8 @@ fully_async) or `plain switch=on` (separate_async); `loss=pois+dmmpt`, `steps=4`
 `history=warm` (a copy of --history FILE, which an earlier run left) are such values, too.
 
 --together starts all arms and seeds at once on the same GPUs, each held until all could begin: one start for all of
-them, and a GPU that idles in one run is used by another. Their speeds are those of a crowded machine.
+them, and a GPU that idles in one run is used by another. Their speeds are those of a crowded machine. With
+ESGRPO_BENCH_DEVICE=cuda-shared each run has one of the visible GPUs for its trainer and its rollout, beside others.
 
 A finished run is not run again; --scale small is the testbed as it is, for a look on a CPU.
 """
@@ -56,7 +57,8 @@ def overrides(options, seed: int, data: Path, run_dir: Path, text: str) -> list[
 def prepare(options, seeds: list[int]) -> dict[int, Path]:
     """The model, and the data of every seed; what is there already stays."""
     if options.scale == SMOLLM2:
-        return dict.fromkeys(seeds, scales.make_pretrained(options.pretrained, options.task, options.wheels))
+        questions = {"train": options.prompts, "val": options.validation}
+        return dict.fromkeys(seeds, scales.make_pretrained(options.pretrained, options.task, options.wheels, questions))
     if not (options.model / "config.json").exists():
         from bench.testbed import train_model
 
@@ -152,7 +154,8 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
     runs = len(options.arms.split(",")) * len(options.seeds.split(","))
     options.cores, options.jobs = os.cpu_count(), runs if options.together else 1  # what bench.ablation also records
     if options.engine_memory is None and stack.DEVICE != "cpu" and (options.together or stack.SHARED):
-        options.engine_memory = together.engine_memory(runs if options.together else 1, stack.SHARED)
+        on_one = -(-runs // max(1, len(stack.gpus()))) if stack.SHARED else runs
+        options.engine_memory = together.engine_memory(on_one if options.together else 1, stack.SHARED)
     if options.engine_memory is not None and not 0 < options.engine_memory < 1:
         parser.error(f"--engine-memory {options.engine_memory}: wanted a share above 0 and below 1")
     options.trainers, options.replicas = options.gpus
@@ -204,7 +207,8 @@ def run_together(options, argv: list[str], names: list[str], seeds: list[int]) -
     room = [f"--engine-memory={options.engine_memory}"] if options.engine_memory else []
     together.run({f"{name} seed {seed}": ["bench.train", *shared, *room, f"--arms={name}", f"--seeds={seed}",
                                           f"--results={os.devnull}"] for seed in seeds for name in names}, options.out,
-                 turns=not stack.SHARED)  # on a shared GPU engines are told their memory
+                 turns=not stack.SHARED,  # on a shared GPU engines are told their memory
+                 gpus=stack.gpus() if stack.SHARED else ())
 
 
 def main(argv: list[str] | None = None) -> int:

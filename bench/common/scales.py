@@ -14,6 +14,7 @@ from bench.common import ROOT, algorithms, modules, stack
 from bench.common.arm_values import Arm
 from bench.common.console import say
 from bench.common.provenance import cpu_flags
+from bench.pretrained.families import COUNTS
 from bench.testbed.task import MAX_PROMPT_TOKENS
 
 PRETRAINED = ROOT / "runs" / "pretrained"  # the folder of the model and the tasks
@@ -117,16 +118,30 @@ def shared(options: argparse.Namespace, seed: int, data: Path, run_dir: Path, ar
             *algorithms.overrides(options.algorithm, options.cap, options.segment, filters(options))]
 
 
-def make_pretrained(folder: Path, task: str, wheels: Path | None = None) -> Path:
+def make_pretrained(folder: Path, task: str, wheels: Path | None = None,
+                    questions: dict[str, int] | None = None) -> Path:
     """The folder with the questions of the task; bench.pretrained makes it, and the model, where they are missing.
 
-    Raises RuntimeError when they cannot be made; bench.pretrained has said why.
+    `questions` of its splits, at least. Raises RuntimeError when they cannot be made (bench.pretrained has said why),
+    or when a folder that is there already has fewer of them.
     """
-    tasks = folder / "tasks" / task
+    tasks, questions = folder / "tasks" / task, questions or {}
     if not (tasks / "train.parquet").exists() or not (folder / "model" / "config.json").exists():
         say(f"making SmolLM2-135M and its tasks in {folder}")
         carried = ["--wheels", str(wheels)] if wheels else []
-        command = [sys.executable, "-m", "bench.pretrained", "--out", str(folder), *carried]
+        more = ",".join(f"{task}.{split}={number}" for split, number in questions.items() if number > COUNTS[split])
+        command = [sys.executable, "-m", "bench.pretrained", "--out", str(folder), f"--questions={more}", *carried]
         if subprocess.run(command, cwd=ROOT, env=stack.environment(str(ROOT / "overlay"))).returncode:
             raise RuntimeError("the model and the tasks could not be made, see above; nothing was trained")
+    for split, wanted in questions.items():
+        found = _rows(tasks / f"{split}.parquet")
+        if found < wanted:
+            raise RuntimeError(f"{tasks / split}.parquet has {found} questions, wanted {wanted}; nothing was trained; "
+                               f"delete {folder}, and they are made anew")
     return tasks
+
+
+def _rows(parquet: Path) -> int:
+    from pyarrow.parquet import read_metadata
+
+    return read_metadata(parquet).num_rows

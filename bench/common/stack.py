@@ -2,8 +2,9 @@
 
 One list for the quickstart, the end-to-end tests and the benchmarks, so that they cannot drift apart. The device is
 that of ESGRPO_BENCH_DEVICE: cuda takes the first two visible GPUs (one for the trainer, one for the rollout),
-cuda-shared puts both on the first one, cpu (the default) needs none. What shares a GPU shares its time: learning and
-tokens are as ever, tokens/s are not those of a machine that has a GPU for each.
+cuda-shared puts both on the first one (of runs side by side each has one of the visible ones), cpu (the default) needs
+none. What shares a GPU shares its time: learning and tokens are as ever, tokens/s are not those of a machine that has a
+GPU for each.
 """
 
 from __future__ import annotations
@@ -40,6 +41,14 @@ def _one_gpu() -> dict[str, str]:
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
     # with a device twice in the list CUDA sees none in processes that Ray gave none: verl would call them CPUs
     return {"CUDA_VISIBLE_DEVICES": ",".join([first] * SHARED_GPUS), "VERL_PLATFORM": "nvidia"}
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    named = dict.fromkeys(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    return list(named) or [str(number) for number in range(torch.cuda.device_count())]
 
 
 ENVIRONMENT = {

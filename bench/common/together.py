@@ -1,4 +1,7 @@
-"""Runs that start side by side on the same devices, and are let go together once each of them could begin."""
+"""Runs that start side by side on the same devices, and are let go together once each of them could begin.
+
+Where a trainer and its rollout share a GPU, the runs are spread over the GPUs that there are, neighbours together.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.common import ROOT
@@ -25,10 +29,17 @@ def engine_memory(runs: int, shared: bool = False) -> float:
     return round((SHARED_MEMORY if shared else ENGINE_MEMORY) / runs, 3)
 
 
-def _environment(folder: Path, number: int, turns: bool) -> dict[str, str]:
+def gpu_of(number: int, runs: int, gpus: Sequence[str]) -> str:
+    """The GPU of a run of `runs`: as many on each as can be, those of one after those of the other."""
+    return gpus[number * len(gpus) // runs]
+
+
+def _environment(folder: Path, number: int, turns: bool, gpu: str | None = None) -> dict[str, str]:
     paths = [str(ROOT / "overlay"), str(HELPER), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     own = {"TOGETHER_TURN": str(folder / "engine.lock")} if turns else {
         "VLLM_CACHE_ROOT": str(folder / f"vllm-{number}")}  # what engines compile at once is not written at one place
+    if gpu is not None:
+        own["CUDA_VISIBLE_DEVICES"] = gpu
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
             "TOGETHER_GATE": str(folder / f"gate-{number}"), **own}
 
@@ -38,11 +49,13 @@ def _last_line(log: Path) -> str:
     return lines[-1].removeprefix("esgrpo: ") if lines else f"{log.name}: nothing said yet"
 
 
-def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S, turns: bool = True) -> None:
+def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S, turns: bool = True,
+        gpus: Sequence[str] = ()) -> None:
     """Each command (label -> arguments of python -m) to its end; what fails there is the caller's to tell.
 
     Nobody waits longer than `limit_s` for one that does not come: then those that are there are let go. `turns`:
-    engines start one after the other, as they must where they measure the memory of a GPU.
+    engines start one after the other, as they must where they measure the memory of a GPU. `gpus`: each run sees one of
+    them, which others may have, too; without, every run sees all.
     """
     out.mkdir(parents=True, exist_ok=True)
     children: dict[str, subprocess.Popen] = {}
@@ -55,8 +68,10 @@ def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S, tur
                 gates[label].touch()
                 with open(logs[label], "wb") as log:
                     children[label] = subprocess.Popen(
-                        [sys.executable, "-m", *command], cwd=ROOT, env=_environment(folder, number, turns), stdout=log,
-                        stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+                        [sys.executable, "-m", *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                        env=_environment(folder, number, turns,
+                                         gpu_of(number, len(commands), gpus) if gpus else None),
+                        stdin=subprocess.DEVNULL, start_new_session=True)
             while running := [label for label, child in children.items() if child.poll() is None]:
                 there = [label for label in running if Path(f"{gates[label]}.at").exists()]
                 late = time.monotonic() - begun > limit_s

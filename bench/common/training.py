@@ -196,7 +196,9 @@ def device(options) -> str:
         return f"{platform.machine()}, {cpu_model()}, {options.cores} cores a run"
     import torch
 
-    gpus = "one for all" if stack.SHARED else f"{trainers(options) + options.replicas} a run"
+    shared = len(stack.gpus()) if options.jobs > 1 else 1
+    gpus = f"{'one' if shared == 1 else shared} for all" if stack.SHARED else \
+        f"{trainers(options) + options.replicas} a run"
     return f"{torch.cuda.get_device_name()}, {gpus}, {options.cores} cores a run"
 
 

