@@ -38,6 +38,8 @@ VERDICTS = "train_h200_verdicts.json"  # three arms on one H200, the present rul
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
 RATE = "train_h200_smollm2_rate.json"  # the same at 2.5 times the learning rate, two runs at once on one H200
 CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning rates, four runs at once on one H200
+# the same with eight times as many prompts, none of which came back; three pairs at once on two H100s
+FRESH_PROMPTS = "train_h100_smollm2_chain_sum.json"
 ENGLISH, CHINESE = "en", "zh"
 DPI = 130
 
@@ -177,7 +179,7 @@ def _pretrained() -> dict[str, str]:
             "real_reward": spread(pair.overlay[last] for pair in pairs),
             "real_reward_plain": spread(pair.plain[last] for pair in pairs),
             "real_first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
-            **_rate(last), **_chain_sum()}
+            **_rate(last), **_chain_sum(), **_fresh_prompts(first, last)}
 
 
 def _rate(last: str) -> dict[str, str]:
@@ -200,9 +202,19 @@ def _chain_sum() -> dict[str, str]:
     def reward(arm: str) -> float:
         return arms[arm]["held-out reward, later half"]
 
-    return {"chain_times": both(times("effective tokens/s"), ".2f"), "chain_useful": both(times(USEFUL), ".2f"),
+    return {"chain_times": both(times("effective tokens/s"), ".2f"),
             "chain_reward": both(reward, ".2f"), "chain_reward_plain": both(reward, ".2f", "plain"),
             "chain_cut": both(lambda arm: arms[arm]["decisions: verdicts"], ",")}
+
+
+def _fresh_prompts(first: str, last: str) -> dict[str, str]:
+    """Of the pairs whose prompts did not come back."""
+    pairs = training_pairs((FRESH_PROMPTS,), overlay="all")
+    return {"new_effective": spread(pair.ratio("effective tokens/s") for pair in pairs),
+            "new_useful": spread(pair.ratio(USEFUL) for pair in pairs),
+            "new_first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
+            "new_reward": spread(pair.overlay[last] for pair in pairs),
+            "new_reward_plain": spread(pair.plain[last] for pair in pairs)}
 
 
 def _texts() -> dict:
@@ -310,20 +322,19 @@ def cost_table(language: str, up: str = "../") -> list[list[str]]:
 
 
 def draw(path: Path) -> None:
-    """Requests in the engine over time, effective tokens/s of each pair, and rewards of the longer runs, as PNG."""
+    """Rewards of a pre-trained model, effective tokens/s of each pair, and rewards of the longer runs, as PNG."""
     from esgrpo.tools.report import plots
 
-    pairs = training_pairs()
+    pairs, fresh = training_pairs(), training_pairs((FRESH_PROMPTS,), overlay="all")
     names, shades = ("plain verl", "overlay"), (plots.GREY, plots.OUR_COLOURS[0])
     with plots.drawing(1, 3, 2.7, gridspec_kw={"width_ratios": [1.9, 0.9, 2.1]}) as ((left, right, long), _):
         for side, (name, shade) in enumerate(zip(names, shades, strict=True)):
-            curves = [pair.curves[side]["running"] for pair in pairs]
+            curves = [pair.curves[side]["evaluations"] for pair in fresh]
             for curve in curves:
                 left.plot(*zip(*curve, strict=True), lw=0.8, alpha=0.45, color=shade)
-            shared = sorted(set.intersection(*({at for at, _ in curve} for curve in curves)))
-            means = [statistics.mean(dict(map(tuple, curve))[at] for curve in curves) for at in shared]
-            left.plot(shared, means, lw=2.2, color=shade, label=f"{name}, mean of {len(pairs)} runs")
-        left.set(title="Requests that decode at once", xlabel="seconds of training", ylim=(0, None))
+            means = [tuple(map(statistics.mean, zip(*points, strict=True))) for points in zip(*curves, strict=True)]
+            left.plot(*zip(*means, strict=True), lw=2.2, color=shade, label=f"{name}, mean of {len(fresh)} runs")
+        left.set(title="Held-out reward, SmolLM2-135M", xlabel="seconds of training", ylim=(0, 0.3))
         left.grid(axis="y")
         left.legend(loc="lower left", bbox_to_anchor=(0.1, 0.0), handlelength=1.2)
         for pair in pairs:
@@ -339,7 +350,7 @@ def draw(path: Path) -> None:
                 (seed, curve), = curves[name].items()
                 long.plot(*zip(*curve["evaluations"], strict=True), line, lw=1.6, color=shade,
                           label=f"{'plain verl' if name == 'plain' else name}, seed {seed}")
-        long.set(title="Held-out reward, longer runs", xlabel="seconds of training", ylim=(0, 1))
+        long.set(title="Held-out reward, 33 M, longer runs", xlabel="seconds of training", ylim=(0, 1))
         long.grid(axis="y")
         long.legend(loc="lower left", ncols=2, fontsize="x-small", handlelength=1.4, columnspacing=1.0)
         left.figure.savefig(path, dpi=DPI, facecolor="white", metadata={"Software": None})
