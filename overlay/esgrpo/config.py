@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from esgrpo import conditions
-from esgrpo.algo.terms import Feature, Treatment
+from esgrpo.algo.terms import Feature, NullGroups, Treatment
 from esgrpo.errors import ConfigError
 
 PREFIX = "actor_rollout_ref.rollout.segment"
@@ -206,6 +206,10 @@ class Segment:
                             needs=("enable",))
     capacity: int = _number(0, 0, None, "requests at which a replica is full, for bubble_rate; 0: max_num_seqs",
                             needs=("enable", "observe"))
+    null_groups: str = _choice(
+        "train", tuple(map(str, NullGroups)), "finished groups whose rewards are all alike: trained, as verl's fully async "
+        "loop does, or another prompt in their place, always (replace, DAPO's dynamic sampling) or while a whole batch of "
+        "others waits for the trainer (spare)", needs=("enable",))
     max_failed_prompts: float = _number(
         0.01, 0.0, 1.0, "share of a weight version's prompts whose reward may raise, at least one prompt; 0: none",
         needs=("enable",)
@@ -450,6 +454,7 @@ def features(segment: Segment, loss_mode: str) -> frozenset[str]:
                 Feature.TAILS: segment.routing.enable and segment.routing.tail_share > 0,
                 Feature.SAMPLER: segment.sampler.enable, Feature.WEIGHTED: segment.weighted,
                 Feature.KEEP: segment.keeps, Feature.TOKEN_OUTPUTS: segment.token_outputs,
+                Feature.NULL_GROUPS: segment.enable and segment.null_groups != NullGroups.TRAIN,
                 Feature.OVERLAP: segment.overlap.enable, Feature.DMMPT: segment.dmmpt.enable,
                 Feature.POIS: loss_mode == "pois", Feature.SAIS: loss_mode == "sais"}
     return frozenset(name for name, on in switches.items() if on)

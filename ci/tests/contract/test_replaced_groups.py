@@ -1,4 +1,4 @@
-"""Resolved groups under verl's real rollouter: feed, put and counters are upstream's, Ray is a fake."""
+"""Groups without a gradient under verl's real rollouter: feed, put and counters are upstream's, Ray is a fake."""
 
 from __future__ import annotations
 
@@ -47,27 +47,28 @@ def summaries(resolved: bool, differs: bool = False, rule: str = "resolved"):
                 "tokens_at_decision": None, **changes}
 
     if not resolved:
-        return [row(member) for member in range(SIZE)]
+        return [row(member, score=float(member == 0) if differs else 1.0) for member in range(SIZE)]
     tossed = {"candidate": True, "keep_probability": 0.5, "pivot": 1.0, "candidate_rule": rule, "tokens_at_decision": 4,
               "audit": {"false_rate": 0.1, "false_rate_bound": 0.2, "outcomes": 10, "scale": 1.0}}
     return [row(0), row(1), row(2, **tossed, exempted=True) | {"score": 0.0 if differs else 1.0},
             row(3, **tossed, outcome="prune") | {"rule": rule, "score": 0.0}]
 
 
-def batch_of(rows):
+def batch_of(rows, acc=()):
     from verl import DataProto
 
     fields = np.empty(len(rows), dtype=object)
     fields[:] = rows
+    more = {"acc": np.array(acc)} if len(acc) else {}
     mask = torch.tensor([[0 if row["outcome"] == "prune" else 1] * 3 for row in rows])
-    return DataProto.from_dict(tensors={"response_mask": mask}, non_tensors={"esgrpo": fields})
+    return DataProto.from_dict(tensors={"response_mask": mask}, non_tensors={"esgrpo": fields, **more})
 
 
 def rollouter(rollouter_class, kinds, limit=LIMIT):
     """A rollouter whose prompts become groups of the given kinds, in order; the last kind is repeated."""
     made = object.__new__(rollouter_class)
     rollout = SimpleNamespace(n=SIZE, multi_turn=SimpleNamespace(enable=False))
-    made.config = SimpleNamespace(trainer=SimpleNamespace(total_epochs=1),
+    made.config = SimpleNamespace(trainer=SimpleNamespace(total_epochs=1), algorithm={},
                                   actor_rollout_ref=SimpleNamespace(rollout=rollout))
     made._create_continuous_iterator = lambda: (
         (0, {"raw_prompt": np.array([f"prompt {number}"], dtype=object)}) for number in range(PROMPTS))
@@ -81,10 +82,11 @@ def rollouter(rollouter_class, kinds, limit=LIMIT):
     made.served = []
 
     async def generate(batch):
-        kind = kinds[min(len(made.served), len(kinds) - 1)]
+        kind = dict(kinds[min(len(made.served), len(kinds) - 1)])
         made.served.append(kind)
         await asyncio.sleep(0)
-        return batch_of(summaries(**kind))
+        acc = kind.pop("acc", ())
+        return batch_of(summaries(**kind), acc)
 
     made.async_rollout_manager = SimpleNamespace(generate_sequences_single=generate)
     return made
@@ -156,6 +158,75 @@ def test_metrics_of_a_weight_version(rollouter_class, monkeypatch):
     assert values["esgrpo/prune/variance_inflation"] > 1
     assert values["esgrpo/length_bias/resolved"] == 0.0  # all of one length
     assert prune_metrics.take(made) == {}
+
+
+@pytest.fixture
+def null_groups(monkeypatch):
+    """Sets the mode of `segment.null_groups` for this process."""
+    import json
+
+    from esgrpo import config
+    from esgrpo.hooks.verl.metrics import decision_counts
+
+    monkeypatch.setattr(decision_counts, "counts", Counter())
+    return lambda mode: monkeypatch.setenv(config.ENV_SEGMENT, json.dumps({"enable": True, "null_groups": mode}))
+
+
+MIXED, ALIKE = {"resolved": False, "differs": True}, {"resolved": False}
+
+
+@pytest.mark.hook("resolved-groups-are-replaced")
+@pytest.mark.parametrize("mode, waiting, left_out", [
+    ("replace", 0, 2), ("train", 9, 0), ("spare", 2, 0), ("spare", 3, 2)])
+def test_groups_whose_rewards_are_alike_give_their_place_as_the_mode_says(rollouter_class, null_groups, mode, waiting,
+                                                                          left_out):
+    from esgrpo.hooks.verl.metrics import decision_counts
+
+    null_groups(mode)
+    original, hooked = both(rollouter_class)
+    made = rollouter(rollouter_class, [MIXED, ALIKE, ALIKE, MIXED])
+    made.required_samples = 3
+    made.queue.get_statistics = lambda: asyncio.sleep(0, {"queue_size": waiting})
+    asyncio.run(run(made, hooked))
+    assert len(made.queue.samples) == LIMIT and len(made.served) == LIMIT + left_out
+    assert made.staleness_samples == made.total_generated_samples == LIMIT
+    assert decision_counts.counts["replaced/groups"] == left_out
+    assert decision_counts.counts["replaced/null"] == (0 if mode == "train" else 2)
+    plain = rollouter(rollouter_class, [MIXED, ALIKE, ALIKE, MIXED])
+    asyncio.run(run(plain, original))  # negative control: verl trains them
+    assert len(plain.queue.samples) == len(plain.served) == LIMIT
+
+
+def test_a_reward_that_is_always_the_same_does_not_starve_the_trainer(rollouter_class, null_groups):
+    from esgrpo.algo.null_groups import MOST_BATCHES
+
+    null_groups("replace")
+    made = rollouter(rollouter_class, [ALIKE])
+    made.required_samples = 1
+    asyncio.run(asyncio.wait_for(run(made, both(rollouter_class)[1]), 20))
+    assert len(made.queue.samples) == LIMIT  # each after ten batches of one group that were left out, or at the end
+    assert LIMIT + 2 * MOST_BATCHES <= len(made.served) <= PROMPTS
+
+
+@pytest.mark.parametrize("acc, left_out", [((1, 1, 1, 1), True), ((1, 0, 1, 1), False)])
+def test_the_metric_of_verls_group_filter_is_the_one_that_is_judged(rollouter_class, null_groups, acc, left_out):
+    """The rewards differ by a penalty, or are alike where the metric is not."""
+    null_groups("replace")
+    kind = {"resolved": False, "differs": left_out, "acc": acc}
+    made = rollouter(rollouter_class, [kind, MIXED | {"acc": (1, 0, 0, 0)}])
+    made.config.algorithm = {"filter_groups": {"enable": True, "metric": "acc"}}
+    asyncio.run(run(made, both(rollouter_class)[1]))
+    assert len(made.served) == LIMIT + left_out
+
+
+def test_a_metric_that_the_reward_function_does_not_return_ends_in_one_line(rollouter_class, null_groups):
+    from esgrpo.errors import RunError
+
+    null_groups("replace")
+    made = rollouter(rollouter_class, [MIXED])
+    made.config.algorithm = {"filter_groups": {"enable": True, "metric": "acc"}}
+    with pytest.raises(RunError, match="no acc beside a response's reward"):
+        asyncio.run(run(made, both(rollouter_class)[1]))
 
 
 def test_a_group_of_a_foreign_worker_is_left_alone(rollouter_class):

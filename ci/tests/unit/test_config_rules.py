@@ -191,3 +191,22 @@ def test_rules_that_read_log_probs_have_verl_ask_for_them(rule):
         assert plan.settings.get("actor_rollout_ref.rollout.calculate_log_probs", False) != asked
     with pytest.raises(ConfigError, match="audit.enable.*0.7.0"):
         planned(composed("0.7.0", 1), prune=prune)
+
+
+@pytest.mark.parametrize("trainer, v1, instead", [
+    ("0.7.0", False, "from 0.7.1 on"), ("separate_async", True, "algorithm.filter_groups.enable=True"),
+    ("sync", True, "algorithm.filter_groups.enable=True")])
+def test_null_groups_are_refused_where_nothing_of_ours_replaces_them(trainer, v1, instead):
+    with pytest.raises(ConfigError, match="null_groups") as refused:
+        planned(composed(trainer, 1), v1=v1, null_groups="spare")
+    assert instead in str(refused.value)
+
+
+@pytest.mark.parametrize("trainer, mode, said", [
+    ("fully_async", "train", True), ("fully_async", "replace", False), ("sync", "train", False)])
+def test_a_group_filter_that_verl_ignores_is_told(trainer, mode, said):
+    config = composed(trainer, 1, algorithm={"filter_groups": {"enable": True}})
+    lines = planned(config, v1=trainer == "sync", null_groups=mode).lines
+    assert any("does nothing in verl's fully async loop" in line for line in lines) == said
+    quiet = planned(composed(trainer, 1), v1=trainer == "sync", null_groups=mode).lines
+    assert not any("filter_groups" in line for line in quiet)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from esgrpo.algo.terms import Rule
+from esgrpo.algo.terms import NullGroups, Rule
 from esgrpo.config import Segment
 
 ROUTING, SEGMENTS, LOOPS, PRUNING, REPLACED = "routing", "segments", "loops", "pruning", "replaced"
@@ -150,6 +150,10 @@ def _more_of_verdicts(run: Run) -> str:
 
 
 def _why_replaced(run: Run) -> str:
+    if run.settings.null_groups != NullGroups.TRAIN:
+        null = run.count("replaced/null")
+        return f"{_plural(null, 'group')} had no gradient" + (
+            ", and there were not enough others, or no further prompt" if null else "")
     if not run.count("pruning/pruned"):
         return "nothing was pruned"
     if run.trainer == SYNC:
@@ -222,7 +226,8 @@ MODULES = (
            _why_pruning),
     Module(VERDICTS, "prune.verdict.enable", lambda s: s.enable and s.prune.verdict.enable, ("verdicts/pruned",),
            _why_verdicts, _more_of_verdicts),
-    Module(REPLACED, "prune.resolved.enable", lambda s: s.enable and s.prune.resolved.enable, ("replaced/groups",),
+    Module(REPLACED, "prune.resolved.enable or null_groups",
+           lambda s: s.enable and (s.prune.resolved.enable or s.null_groups != NullGroups.TRAIN), ("replaced/groups",),
            _why_replaced),
     Module(SAMPLER, "sampler.enable", lambda s: s.enable and s.sampler.enable, ("sampler/chosen",), _why_sampler),
     Module(KEEP, "sync.requests=keep", lambda s: s.keeps, ("keep/kept",), _why_keep),

@@ -49,6 +49,14 @@ class Treatment(_Word):
     MASKED = "masked"  # left out, and the responses that a coin spared carry weights
 
 
+class NullGroups(_Word):
+    """What becomes of finished groups without a gradient (`algo/null_groups.py`)."""
+
+    TRAIN = "train"
+    SPARE = "spare"  # another prompt in their place while a whole batch of others waits for the trainer
+    REPLACE = "replace"  # the same, always
+
+
 class Status(_Word):
     """What has become of a sample, a prompt with its group of responses (`algo/experience.py`)."""
 
@@ -98,3 +106,4 @@ class Feature(_Word):
     KEEP = "keep"
     TOKEN_OUTPUTS = "token_outputs"
     OVERLAP = "overlap"
+    NULL_GROUPS = "null_groups"

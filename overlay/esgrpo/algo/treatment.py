@@ -86,8 +86,11 @@ def is_resolved_null(rows: Sequence[dict], kept: Sequence[bool]) -> bool:
     every kept reward must be the group's pivot; else all must be equal. Its advantages are then exactly 0, so that
     leaving it out changes no expectation but the number of groups.
     """
-    if not any(is_cut(row) and row["rule"] == Rule.RESOLVED for row in rows):
-        return False
+    return any(is_cut(row) and row["rule"] == Rule.RESOLVED for row in rows) and is_null(rows, kept)
+
+
+def is_null(rows: Sequence[dict], kept: Sequence[bool]) -> bool:
+    """A group without a gradient, whatever ended it; arguments as above."""
     if any(row.get("treatment") in (Treatment.VALUE, Treatment.DOUBLY_ROBUST) for row in rows):
         return False  # what was predicted is no reward that a sibling got
     pivots = [row["pivot"] for row in rows if row["keep_probability"] < 1]

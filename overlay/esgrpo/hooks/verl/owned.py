@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from esgrpo.algo.calibration import Calibration
 from esgrpo.algo.experience import ExperienceBuffer, Overflow, SentSample
 from esgrpo.algo.failures import FailedPrompts, FailureStreak
+from esgrpo.algo.null_groups import NullFilter
 
 if TYPE_CHECKING:
     from esgrpo.algo.carry_over import CarryOver
@@ -91,6 +92,13 @@ class Pruned:
     rows: list[dict] = field(default_factory=list)  # rows.Response.row() of their members
     replaced: int = 0  # of these groups: those that another prompt took the place of
     tokens: int = 0  # of the replaced, in responses that ran to their end
+
+
+@dataclass
+class NullGroups:
+    """Of the rollouter: finished groups without a gradient."""
+
+    filter: NullFilter = field(default_factory=NullFilter)
 
 
 @dataclass

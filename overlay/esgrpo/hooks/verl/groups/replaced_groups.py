@@ -1,8 +1,14 @@
-"""A group that the resolved rule ended without a gradient is not trained: its place is given to another prompt."""
+"""A group without a gradient is not trained, and its place is given to another prompt: one that the resolved rule ended,
+and, with `segment.null_groups`, any whose rewards are all alike."""
 
 from __future__ import annotations
 
+from esgrpo.algo.null_groups import all_alike
+from esgrpo.algo.terms import NullGroups
 from esgrpo.engine import Hook
+from esgrpo.errors import RunError
+
+CANONICAL = "reward"  # verl's name for the reward itself
 
 HOOK = Hook(
     slug="resolved-groups-are-replaced",
@@ -10,11 +16,12 @@ HOOK = Hook(
            "._process_single_sample_streaming",
     process=("rollouter",),
     kind="wrap",
-    why="verl trains a group whatever it holds: a group whose outcome was foreseen has no gradient and would take a "
-        "place in the mini-batch, so that an update sees fewer effective groups than without pruning",
+    why="verl's fully async loop trains a group whatever it holds, and knows no group filter (its v1 trainers do): one "
+        "without a gradient takes a place in the mini-batch, and one whose outcome was foreseen leaves an update fewer "
+        "effective groups than without pruning",
     after=("prompt-forecasts",),
     remove_when="verl's rollouter asks a filter before it puts a group into the message queue",
-    features=("prune",),
+    features=("prune", "null_groups"),
     relies_on=("verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter._feed_samples",
                "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter.reset_staleness",
                "verl.experimental.fully_async_policy.message_queue:MessageQueueClient.put_sample"),
@@ -56,6 +63,7 @@ def replace(rollouter, sample) -> bool:
     from esgrpo.algo.rows import Replaced
     from esgrpo.algo.terms import Status
     from esgrpo.algo.treatment import is_resolved_null
+    from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts, prune_metrics
     from esgrpo.hooks.verl.prompts import in_flight
 
@@ -64,8 +72,9 @@ def replace(rollouter, sample) -> bool:
     if len(rows) < len(batch):  # not made by this overlay's workers
         return False
     kept = batch.batch["response_mask"].bool().any(dim=-1).tolist()
-    replaced = is_resolved_null(rows, kept) and another_instead(rollouter)
+    replaced = (is_resolved_null(rows, kept) or _left_out(rollouter, sample, rows, kept)) and another_instead(rollouter)
     prune_metrics.note(rollouter, rows, replaced)
+    owned.of(rollouter, owned.NullGroups).filter.note(replaced)
     if not replaced:
         return False
     decision_counts.add("replaced", groups=1)
@@ -76,6 +85,37 @@ def replace(rollouter, sample) -> bool:
     rollouter._step_generated_samples -= 1
     records.write(Replaced(group=f"uid_{sample.sample_id}", sample_id=sample.sample_id, rows=rows))
     return True
+
+
+def _left_out(rollouter, sample, rows: list[dict], kept: list[bool]) -> bool:
+    """Whether `segment.null_groups` leaves this group out. verl has just asked how many wait, for the sample's own
+    status."""
+    from esgrpo import config
+    from esgrpo.algo.treatment import is_null
+    from esgrpo.hooks.verl import owned
+    from esgrpo.hooks.verl.metrics import decision_counts
+
+    mode = config.current().null_groups
+    if mode == NullGroups.TRAIN:
+        return False
+    values = _metric(rollouter, sample.full_batch)
+    null = is_null(rows, kept) if values is None else all_alike(values[place] for place, on in enumerate(kept) if on)
+    decision_counts.add("replaced", null=int(null))
+    return owned.of(rollouter, owned.NullGroups).filter.leaves_out(
+        mode, null, sample.rollout_status["monitor/queue/mq_queue_size"], rollouter.required_samples)
+
+
+def _metric(rollouter, batch) -> list[float] | None:
+    """Of every response what `algorithm.filter_groups` asks for, where it is on; None for the reward itself."""
+    asked = rollouter.config.algorithm.get("filter_groups") or {}
+    name = asked.get("metric") if asked.get("enable") else None
+    if name in (None, CANONICAL):
+        return None
+    if name not in batch.non_tensor_batch:
+        raise RunError("null groups", f"no {name} beside a response's reward", "algorithm.filter_groups.metric as the "
+                       "reward function returns it", "no group could be judged, the run stops",
+                       f"return it, or set algorithm.filter_groups.metric={CANONICAL}")
+    return [float(value) for value in batch.non_tensor_batch[name]]
 
 
 def another_instead(rollouter) -> bool:

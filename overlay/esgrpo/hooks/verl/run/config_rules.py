@@ -9,7 +9,7 @@ import dataclasses
 import os
 from dataclasses import dataclass, field
 
-from esgrpo.algo.terms import Treatment
+from esgrpo.algo.terms import NullGroups, Treatment
 from esgrpo.config import PREFIX, Segment
 from esgrpo.errors import ConfigError
 from esgrpo.hooks.verl.run import overlap_rules
@@ -105,6 +105,7 @@ def _rules(config, found: Plan, features: frozenset[str]):
             yield Setting("actor_rollout_ref.actor.calculate_entropy", True, "DMMPTs need the entropy")
     if "keep" in features:
         yield from _kept_requests(config)
+    yield from _null_groups(config, segment, "v1" in features)
     if segment.sampler.enable:
         yield from _sampler(config)
     if segment.overlap.enable:
@@ -112,6 +113,18 @@ def _rules(config, found: Plan, features: frozenset[str]):
     if (segment.enable or segment.observe) and rollout.name != "vllm":
         _refuse("actor_rollout_ref.rollout.name", rollout.name, "vllm with segment.enable or segment.observe",
                 "use the vllm rollout")
+
+
+def _null_groups(config, segment: Segment, v1: bool):
+    """verl's v1 trainers have a group filter of their own, its fully async loop has ours, all others none."""
+    asked, mode, key = config.algorithm.get("filter_groups") or {}, segment.null_groups, f"{PREFIX}.null_groups"
+    fully_async, on = config.get("async_training"), segment.enable and mode != NullGroups.TRAIN
+    if on and (fully_async is None or "compute_prox_log_prob" in fully_async):
+        _refuse(key, mode, f"{NullGroups.TRAIN} with this trainer", "set algorithm.filter_groups.enable=True, verl's own"
+                if v1 else "drop the key: groups can be replaced in verl's fully async loop, from 0.7.1 on")
+    if not on and fully_async is not None and asked.get("enable"):
+        yield ("algorithm.filter_groups.enable=True does nothing in verl's fully async loop: groups without a gradient "
+               f"are trained; {key}={NullGroups.REPLACE} replaces them")
 
 
 def _kept_requests(config):

@@ -1,0 +1,43 @@
+"""Finished groups without a gradient in a loop that trains groups as they come: trained, or another prompt instead.
+
+Rewards that are all alike give GRPO advantages of 0: the group costs the trainer a place in its mini-batch, and nothing
+is learned from it. DAPO (arXiv 2503.14476, dynamic sampling) keeps no such group and samples until the batch is full.
+That pays while the trainer is the slower side. Where it waits for groups, each one that is left out makes it wait for
+another, and the optimiser steps are fewer: `spare` leaves one out only while a whole batch waits already, `replace`
+always.
+
+A reward that is the same for all must not starve the trainer: after MOST_BATCHES batches without a gradient one such
+group is trained, where verl's DAPO recipe would end the run (max_num_gen_batches=10). Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from esgrpo.algo.terms import NullGroups
+
+MOST_BATCHES = 10  # of groups left out in a row
+
+
+@dataclass
+class NullFilter:
+    """Of a rollouter. Sizes in groups."""
+
+    in_a_row: int = 0  # left out since one was trained
+
+    def leaves_out(self, mode: str, alike: bool, waiting: int, batch: int) -> bool:
+        """Whether a finished group gives its place to another prompt.
+
+        `alike`: all its rewards are; `waiting`: groups that wait for the trainer, `batch`: what it takes at once.
+        """
+        wanted = mode == NullGroups.REPLACE or mode == NullGroups.SPARE and waiting >= batch
+        return alike and wanted and self.in_a_row < MOST_BATCHES * max(1, batch)
+
+    def note(self, left_out: bool) -> None:
+        self.in_a_row = self.in_a_row + 1 if left_out else 0
+
+
+def all_alike(values: Iterable[float]) -> bool:
+    """At least one value, and none that differs."""
+    return len(set(values)) == 1
