@@ -194,7 +194,7 @@ def test_rules_that_read_log_probs_have_verl_ask_for_them(rule):
 
 
 @pytest.mark.parametrize("trainer, v1, instead", [
-    ("0.7.0", False, "from 0.7.1 on"), ("separate_async", True, "algorithm.filter_groups.enable=True"),
+    ("0.7.0", False, "from 0.9.0 on"), ("separate_async", True, "algorithm.filter_groups.enable=True"),
     ("sync", True, "algorithm.filter_groups.enable=True")])
 def test_null_groups_are_refused_where_nothing_of_ours_replaces_them(trainer, v1, instead):
     with pytest.raises(ConfigError, match="null_groups") as refused:

@@ -1,5 +1,5 @@
-"""A group without a gradient is not trained, and its place is given to another prompt: one that the resolved rule ended,
-and, with `segment.null_groups`, any whose rewards are all alike."""
+"""A group without a gradient is not trained, and its place is given to another prompt: one that the resolved rule
+ended, and, with `segment.null_groups`, any whose rewards are all alike."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ HOOK = Hook(
     features=("prune", "null_groups"),
     relies_on=("verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter._feed_samples",
                "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter.reset_staleness",
+               "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter.get_statistics",
                "verl.experimental.fully_async_policy.message_queue:MessageQueueClient.put_sample"),
     without=(("==0.7.0", "audited pruning is refused"),),
 )

@@ -120,8 +120,9 @@ def _null_groups(config, segment: Segment, v1: bool):
     asked, mode, key = config.algorithm.get("filter_groups") or {}, segment.null_groups, f"{PREFIX}.null_groups"
     fully_async, on = config.get("async_training"), segment.enable and mode != NullGroups.TRAIN
     if on and (fully_async is None or "compute_prox_log_prob" in fully_async):
-        _refuse(key, mode, f"{NullGroups.TRAIN} with this trainer", "set algorithm.filter_groups.enable=True, verl's own"
-                if v1 else "drop the key: groups can be replaced in verl's fully async loop, from 0.7.1 on")
+        instead = "verl's own filter does it: algorithm.filter_groups.enable=True" if v1 else \
+            "drop the key: groups can be replaced in verl's fully async loop, from 0.9.0 on"
+        _refuse(key, mode, f"{NullGroups.TRAIN} with this trainer", instead)
     if not on and fully_async is not None and asked.get("enable"):
         yield ("algorithm.filter_groups.enable=True does nothing in verl's fully async loop: groups without a gradient "
                f"are trained; {key}={NullGroups.REPLACE} replaces them")
