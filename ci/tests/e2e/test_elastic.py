@@ -1,6 +1,6 @@
 """A real fully-async run with the whole method on, also what its profile leaves out.
 
-History, routing, audited pruning, sampler, kept requests, overlap control.
+History, routing, audited pruning, group filter, sampler, kept requests, overlap control.
 
 One start. Its pruning is as bold as the settings allow, so that many coins fall in a short run.
 """
@@ -60,7 +60,7 @@ def run(tmp_path_factory) -> Path:
         tmp_path, run_dir, f"{SEGMENT}.profile=elastic", f"{SEGMENT}.segment_length=64",
         f"{prune}.resolved.enable=True", f"{prune}.resolved.null_prob=1.0", f"{prune}.audit.min_candidates=5",
         f"{prune}.audit.max_false_rate=1.0", f"{prune}.audit.exempt_prob={EXEMPT}",
-        f"{prune}.treatment=masked", *OVERLAP,
+        f"{prune}.treatment=masked", f"{SEGMENT}.null_groups=replace", *OVERLAP,
         f"actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={SCARCE_KV}",
         "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
         staleness=NEVER_WAIT, prompts=PROMPTS), run_dir, ROOT / "overlay")
@@ -135,6 +135,15 @@ def test_foreseen_groups_were_replaced_and_never_trained(run):
     counted = metrics_of(run, "esgrpo/prune/replaced_groups")
     assert 0 < sum(row["esgrpo/prune/replaced_groups"] for row in counted) <= len(replaced)
     assert any("esgrpo/prune/false_rate_bound" in row and "esgrpo/length_bias/resolved" in row for row in counted)
+
+
+def test_groups_without_a_gradient_were_replaced_whatever_ended_them(run):
+    """But for those that came when the feed had seen its end."""
+    finished = [sample["rows"] for sample in read(str(run), "replaced")]
+    assert any(all(row["rule"] == "" for row in rows) for rows in finished), "only what the resolved rule foresaw"
+    assert all(len({row["score"] for row in rows if row["outcome"] != "prune"}) == 1 for rows in finished)
+    counts, _ = decisions.of_rows(read(str(run), "decisions"))
+    assert counts["replaced/null"] > 0
 
 
 def test_modules_decided_or_say_why_not(run):
