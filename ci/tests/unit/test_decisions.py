@@ -29,6 +29,7 @@ ON = {"enable": True, "history": {"enable": True}}
 ROUTING = {**ON, "routing": {"enable": True}}
 TAILS = {**ON, "routing": {"enable": True, "tail_share": 0.25}}
 GROUPS = {"enable": True, "prune": {"resolved": {"enable": True}, "audit": {"enable": True}}}
+SPARE = {"enable": True, "null_groups": "spare"}
 LOOPS = {"enable": True, "prune": {"repetition": {"enable": True}, "audit": {"enable": True}}}
 VERDICTS = {"enable": True, "prune": {"verdict": {"enable": True}, "audit": {"enable": True}}}
 SAMPLER = {**ON, "sampler": {"enable": True}}
@@ -72,6 +73,8 @@ def row_of(module: str, settings: dict, counts: dict = {}, **facts) -> decisions
     ("pruning", GROUPS, {"pruning/exempted": 99}, {"audit": {"resolved": REPORT}}, "let all 99 candidates run"),
     ("replaced", GROUPS, {}, {}, "nothing was pruned"),
     ("replaced", GROUPS, {"pruning/pruned": 4}, {}, "each pruned group kept a gradient"),
+    ("replaced", SPARE, {}, {}, "0 groups had no gradient"),
+    ("replaced", SPARE, {"replaced/null": 4}, {}, "4 groups had no gradient, and there were not enough others"),
     ("replaced", GROUPS, {"pruning/pruned": 4}, {"trainer": "sync"}, "trainer_mode=sync submits another prompt"),
     ("verdicts", VERDICTS, {}, {}, "no response was looked at"),
     ("verdicts", VERDICTS, {"verdicts/looks": 9}, {}, "9 looks, but no weight sync"),

@@ -100,7 +100,10 @@ def _left_out(rollouter, sample, rows: list[dict], kept: list[bool]) -> bool:
     if mode == NullGroups.TRAIN:
         return False
     values = _metric(rollouter, sample.full_batch)
-    null = is_null(rows, kept) if values is None else all_alike(values[place] for place, on in enumerate(kept) if on)
+    if values is None or any(row["keep_probability"] < 1 for row in rows):  # advantages with weights have a pivot
+        null = is_null(rows, kept)
+    else:
+        null = all_alike(value for value, trained in zip(values, kept, strict=True) if trained)
     decision_counts.add("replaced", null=int(null))
     return owned.of(rollouter, owned.NullGroups).filter.leaves_out(
         mode, null, sample.rollout_status["monitor/queue/mq_queue_size"], rollouter.required_samples)
