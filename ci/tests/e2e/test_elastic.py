@@ -34,7 +34,7 @@ from esgrpo.tools import decided
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # More than the rollouter's queue holds: while the feed still has work, a place can be given back.
-PROMPTS, EXEMPT = 120, 0.3
+PROMPTS, EXEMPT = 96, 0.3
 SCARCE_KV = 2 << 20  # bytes: ten blocks of 128 tokens, for some sixteen responses of up to four
 
 # The engine has room for four times as many prompts as the run begins with, and age costs next to nothing: something
