@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esgrpo.algo.null_groups import MOST_BATCHES, NullFilter, all_alike
+from esgrpo.algo.null_groups import MOST_BATCHES, NullFilter
 from esgrpo.algo.terms import NullGroups
 
 GROUPS = st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=300)  # all alike, waiting for the trainer
@@ -34,8 +34,3 @@ def test_only_groups_without_a_gradient_are_left_out_and_never_too_many_in_a_row
 def test_a_loop_in_which_nothing_waits_is_left_as_it_is(groups, batch):
     starved = [(alike, min(waiting, batch - 1)) for alike, waiting in groups]
     assert not any(played(NullGroups.SPARE, starved, batch))
-
-
-@given(st.lists(st.floats(allow_nan=False), max_size=8))
-def test_alike_are_rewards_of_which_none_differs(rewards):
-    assert all_alike(rewards) == (bool(rewards) and min(rewards) == max(rewards))

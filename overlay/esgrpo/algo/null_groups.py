@@ -12,7 +12,6 @@ group is trained, where verl's DAPO recipe would end the run (max_num_gen_batche
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from esgrpo.algo.terms import NullGroups
@@ -36,8 +35,3 @@ class NullFilter:
 
     def note(self, left_out: bool) -> None:
         self.in_a_row = self.in_a_row + 1 if left_out else 0
-
-
-def all_alike(values: Iterable[float]) -> bool:
-    """At least one value, and none that differs."""
-    return len(set(values)) == 1

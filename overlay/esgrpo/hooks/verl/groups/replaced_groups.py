@@ -3,7 +3,6 @@ ended, and, with `segment.null_groups`, any whose rewards are all alike."""
 
 from __future__ import annotations
 
-from esgrpo.algo.null_groups import all_alike
 from esgrpo.algo.terms import NullGroups
 from esgrpo.engine import Hook
 from esgrpo.errors import RunError
@@ -92,7 +91,7 @@ def _left_out(rollouter, sample, rows: list[dict], kept: list[bool]) -> bool:
     """Whether `segment.null_groups` leaves this group out. verl has just asked how many wait, for the sample's own
     status."""
     from esgrpo import config
-    from esgrpo.algo.treatment import is_null
+    from esgrpo.algo.treatment import is_null, without_gradient
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts
 
@@ -103,7 +102,7 @@ def _left_out(rollouter, sample, rows: list[dict], kept: list[bool]) -> bool:
     if values is None or any(row["keep_probability"] < 1 for row in rows):  # advantages with weights have a pivot
         null = is_null(rows, kept)
     else:
-        null = all_alike(value for value, trained in zip(values, kept, strict=True) if trained)
+        null = without_gradient((value for value, trained in zip(values, kept, strict=True) if trained), ())
     decision_counts.add("replaced", null=int(null))
     return owned.of(rollouter, owned.NullGroups).filter.leaves_out(
         mode, null, sample.rollout_status["monitor/queue/mq_queue_size"], rollouter.required_samples)
