@@ -180,6 +180,7 @@ MIXED, ALIKE = {"resolved": False, "differs": True}, {"resolved": False}
     ("replace", 0, 2), ("train", 9, 0), ("spare", 2, 0), ("spare", 3, 2)])
 def test_groups_whose_rewards_are_alike_give_their_place_as_the_mode_says(rollouter_class, null_groups, mode, waiting,
                                                                           left_out):
+    from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts
 
     null_groups(mode)
@@ -191,6 +192,8 @@ def test_groups_whose_rewards_are_alike_give_their_place_as_the_mode_says(rollou
     assert len(made.queue.samples) == LIMIT and len(made.served) == LIMIT + left_out
     assert made.staleness_samples == made.total_generated_samples == LIMIT
     assert decision_counts.counts["replaced/groups"] == left_out
+    # overlap control is told: of what is left out because nobody waits for it, it is not
+    assert owned.of(made, owned.RolloutSignals).left_out_tokens == left_out * SIZE * 10 * (mode == "replace")
     assert decision_counts.counts["replaced/null"] == (0 if mode == "train" else 2)
     plain = rollouter(rollouter_class, [MIXED, ALIKE, ALIKE, MIXED])
     asyncio.run(run(plain, original))  # negative control: verl trains them

@@ -13,6 +13,7 @@ from esgrpo.algo.overlap_signals import (
     begun_at_most,
     decoding,
     limits_of,
+    measured,
     pause,
     start_of,
     to_begin,
@@ -60,6 +61,12 @@ def test_a_window_adds_up_the_batches_of_a_version():
         group_tokens=200.0, trained_tokens=3200,
         train_s=6.0, sync_s=3.0, wait_s=2.0, age=1.25 * 2 + 0.5, entropy=0.9, loss=0.1, kl=None, grad_norm=2.0)
     assert window(7, ROLLOUT, [step(entropy=0.3)], 8).entropy == 0.3  # the trainer's own is exact
+
+
+def test_tokens_of_groups_that_nobody_trains_are_not_rollouts():
+    engines = [{"tokens": tokens, "surprisal": 0.0, "surprisal_tokens": 0, "capacity": 0} for tokens in (300, 200)]
+    assert [measured(8, engines, 1.0, 4.0, left_out_tokens=less).tokens for less in (0, 120, 600)] == [500, 380, 0]
+    assert measured(8, [], 1.0, 4.0, left_out_tokens=120).tokens is None
 
 
 def test_what_was_not_measured_stays_open():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
-from bench.sim import overlap
-from bench.sim.overlap import MINI_BATCH, Case, Loop, Roles, cases, main
+from bench.sim import async_loop, null_groups
+from bench.sim.async_loop import MINI_BATCH, Case, Loop, Roles
+from bench.sim.overlap import LIMITS, cases, main
+from esgrpo.algo.overlap import Controller
 from esgrpo.algo.overlap_law import Setting
 
 SMALL = Case("small", 1.0, "code", groups=96)
@@ -29,7 +32,7 @@ def test_the_loop_keeps_its_bounds_and_its_books(setting):
     loop = Watched(SMALL, setting)
     fresh = loop.run()
     assert loop.trained >= SMALL.groups and 0 < fresh <= loop.tokens / loop.now
-    begun = overlap.prompts("code", SMALL.groups + overlap.AHEAD, 1)[:loop.trained + len(loop.spans)]
+    begun = async_loop.prompts("code", SMALL.groups + async_loop.AHEAD, 1)[:loop.trained + len(loop.spans)]
     assert set(loop.spans) == {*loop.missing, *loop.queue}
     assert loop.tokens == sum(sample.tokens for group in begun if group.index not in loop.spans
                               for sample in group.samples)
@@ -47,6 +50,42 @@ def test_age_costs_and_throughput_rises_with_the_bound():
         loop.run()
     assert wide.tokens / wide.now > tight.tokens / tight.now
     assert wide.fresh / wide.tokens < tight.fresh / tight.tokens
+
+
+@pytest.mark.parametrize("mode", ["train", "spare", "replace"])
+def test_a_group_that_is_left_out_gives_its_place_to_another(mode):
+    case = replace(SMALL, ratio=8.0, null_share=0.5, null_groups=mode)
+    loop = Watched(case, Setting(64, 2.0, MINI_BATCH))
+    loop.run()
+    assert set(loop.spans) == {*loop.missing, *loop.queue} >= loop.nulls
+    assert (loop.left_out > 0) == (mode != "train")
+    share = loop.useful / loop.trained
+    assert (share == 1) == (mode == "replace") and share > 0.3
+
+
+@pytest.mark.parametrize("mode, less", [("train", False), ("spare", False), ("replace", True)])
+def test_the_controller_hears_of_tokens_that_someone_will_train(mode, less):
+    class Heard(Controller):
+        tokens = 0.0
+
+        def observe(self, window):
+            self.tokens += window.tokens
+
+    setting = Setting(64, 2.0, MINI_BATCH)
+    control = Heard(setting, LIMITS, 4.0, lambda: 0.0)
+    loop = Loop(replace(SMALL, ratio=8.0, null_share=0.5, null_groups=mode), setting, control)
+    loop.run()
+    assert (control.tokens < 0.7 * loop.decoded) == less
+
+
+def test_the_filters_command_names_every_mode(capsys, monkeypatch):
+    monkeypatch.setattr(null_groups, "RATIOS", (8.0,))
+    monkeypatch.setattr(null_groups, "SHARES", (0.5,))
+    assert null_groups.main(["--json", "--groups", "32", "--seeds", "1"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["simulated"] and all({"train", "spare", "replace"} < set(case) for case in told["cases"])
+    assert null_groups.main(["--groups", "32", "--seeds", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(told["cases"]) + 1
 
 
 def test_lent_and_taken_back():

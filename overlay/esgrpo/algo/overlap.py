@@ -68,7 +68,7 @@ class Window:
 
     version: int
     seconds: float | None = None
-    tokens: float | None = None  # decoded by all replicas
+    tokens: float | None = None  # decoded by all replicas, less those of groups that were left out for others
     in_flight: float | None = None  # groups, mean over `seconds`
     group_tokens: float | None = None  # of a finished group, mean: all its responses
     trained_tokens: float | None = None

@@ -24,7 +24,7 @@ class Rollout:
     left: int  # groups that the trainer will still be given, itself not asked: neither trained nor in its batch
     seconds: float | None = None
     in_flight: float | None = None
-    tokens: int | None = None  # decoded by all replicas
+    tokens: int | None = None  # decoded by all replicas, less those of groups that nobody will train
     step_s: float | None = None  # of an engine's step that only decodes, and the share of it that is not the batch's
     decode_level: float | None = None
     pause_s: float | None = None
@@ -45,13 +45,14 @@ class Run:
 
 
 def measured(concurrency: int, windows: Sequence[Mapping], seconds: float | None, in_flight: float | None,
-             left: int = 0) -> Rollout:
-    """`windows`: of the engines, those that the version ended in."""
+             left: int = 0, left_out_tokens: int = 0) -> Rollout:
+    """`windows`: of the engines, those that the version ended in; `left_out_tokens`: of groups that finished in it and
+    whose place was given to others."""
     step_s, decode_level = pace_of(window.get("pace", {}) for window in windows)
     counted = sum(window["surprisal_tokens"] for window in windows)
     return Rollout(
         concurrency=concurrency, left=left, seconds=seconds, in_flight=in_flight,
-        tokens=sum(window["tokens"] for window in windows) if windows else None,
+        tokens=max(0, sum(window["tokens"] for window in windows) - left_out_tokens) if windows else None,
         step_s=step_s, decode_level=decode_level, pause_s=pause(windows),
         surprisal=sum(window["surprisal"] for window in windows) / counted if counted else None)
 

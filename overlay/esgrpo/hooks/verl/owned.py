@@ -140,6 +140,7 @@ class RolloutSignals:
 
     event: LoopEvent | None = None
     windows: list[Mapping] = field(default_factory=list)  # of the engines
+    left_out_tokens: int = 0  # of finished groups whose place was given to others because nobody trains such groups
 
 
 @dataclass

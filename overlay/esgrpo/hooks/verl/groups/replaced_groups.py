@@ -59,7 +59,7 @@ class Filter:
 
 def replace(rollouter, sample) -> bool:
     """True when the group is not to be put, and its place was given back."""
-    from esgrpo import records
+    from esgrpo import config, records
     from esgrpo.algo.rows import Replaced
     from esgrpo.algo.terms import Status
     from esgrpo.algo.treatment import is_resolved_null
@@ -72,12 +72,15 @@ def replace(rollouter, sample) -> bool:
     if len(rows) < len(batch):  # not made by this overlay's workers
         return False
     kept = batch.batch["response_mask"].bool().any(dim=-1).tolist()
-    replaced = (is_resolved_null(rows, kept) or _left_out(rollouter, sample, rows, kept)) and another_instead(rollouter)
+    foreseen = is_resolved_null(rows, kept)
+    replaced = (foreseen or _left_out(rollouter, sample, rows, kept)) and another_instead(rollouter)
     prune_metrics.note(rollouter, rows, replaced)
     owned.of(rollouter, owned.NullGroups).filter.note(replaced)
     if not replaced:
         return False
     decision_counts.add("replaced", groups=1)
+    if foreseen or config.current().null_groups != NullGroups.SPARE:  # `spare` leaves out what nobody waits for
+        owned.of(rollouter, owned.RolloutSignals).left_out_tokens += sum(row["tokens"] for row in rows)
     in_flight.ended(rollouter, sample, Status.PRUNED)
     rollouter.staleness_samples -= 1
     # the original counts every group that was put: one of them was not

@@ -19,7 +19,7 @@ def report(rollouter) -> overlap_signals.Rollout:
     signals = owned.take(rollouter, owned.RolloutSignals)
     event = signals.event
     return overlap_signals.measured(rollouter.max_concurrent_samples, signals.windows, event and event.seconds,
-                                    event and event.in_flight, _left(rollouter))
+                                    event and event.in_flight, _left(rollouter), signals.left_out_tokens)
 
 
 def _left(rollouter) -> int:
