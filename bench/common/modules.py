@@ -50,9 +50,10 @@ LEFT_OUT = {
 def with_left_out(segment_length: int) -> dict[str, list[str]]:
     """`arms`, `all` without one module each, and with what no profile has."""
     found = arms(segment_length)
-    found["C filter"] = switches("enable", f"segment_length={segment_length}", "null_groups=replace")
-    found["all spare"], found["all filter"] = (found["all"] + switches(f"null_groups={mode}")
-                                               for mode in ("spare", "replace"))
+    for name, mode in (("spare", "spare"), ("filter", "replace")):
+        null_groups = switches(f"null_groups={mode}")
+        found[f"C {name}"] = switches("enable", f"segment_length={segment_length}") + null_groups
+        found[f"all {name}"] = found["all"] + null_groups
     found["all verdicts"] = found["all"] + switches("prune.verdict.enable")
     # a benchmark sets the staleness by hand, which only a run that says so leaves to the controller
     found["all overlap"] = found["all"] + switches("overlap.enable", "overlap.override")
