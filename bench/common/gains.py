@@ -268,6 +268,11 @@ def module_numbers() -> dict[str, str]:
     alone = {arm.split()[-1]: spread(record[arm][seed]["effective tokens/s"] / record["off"][seed]["effective tokens/s"]
                                      for seed in record[arm] if seed in record["off"])
              for arm in ("A routing", "C pruning", "C sampler", "keep")}
+    filtered = json.loads((RESULTS / "ablation_filter.json").read_text())["measures"]
+    plain = filtered["plain staleness=2"]
+    left_out = {f"{mode}_{name}": spread(row[key] / plain[seed][key] for seed, row in filtered[arm].items())
+                for mode, arm in (("spare", "C spare staleness=2"), ("replace", "C filter staleness=2"))
+                for name, key in (("groups", "groups with gradient/s"), ("steps", "optimiser steps"))}
     sampling = json.loads((RESULTS / "prompt_sampling.json").read_text())["populations"]["mixed"]
     shares = {f"share_{name}": f"{sampling[name]['gradient']['mean']:.2f}" for name in ("sampler", "uniform", "greso")}
     losses = json.loads((RESULTS / "robustness_losses.json").read_text())["table"]
@@ -277,7 +282,8 @@ def module_numbers() -> dict[str, str]:
     (before, after), = zip(*(_against_better(half, OVERLAP_V1) for half in ("before", "after")), strict=True)
     pairs = training_pairs()
     cpu = "CPU of vLLM's server, us a token"
-    return {**alone, **shares, **less, **{f"control_{half}": spread(ratios) for half, ratios in control.items()},
+    return {**alone, **left_out, **shares, **less,
+            **{f"control_{half}": spread(ratios) for half, ratios in control.items()},
             "control_runs": str(len(control["before"])), "control_v1": f"{before:.2f} / {after:.2f}",
             "front": span([pair.overlay[cpu] for pair in pairs], 0),
             "front_plain": span([pair.plain[cpu] for pair in pairs], 0)}
