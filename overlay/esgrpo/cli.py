@@ -168,10 +168,14 @@ def status(arguments) -> int:
                  for name, (_, reports, modules) in runs.items()}
         print(json.dumps(found if len(found) > 1 else next(iter(found.values())), indent=2))
     else:
-        for path, reports, modules in runs.values():
+        # of several runs, too, what modules decided is what the last lines say
+        for path, reports, _ in runs.values():
             if len(runs) > 1:
                 show(path)
-            _print_run(reports, modules)
+            _print_hooks(reports)
+        for path, _, modules in runs.values():
+            show(f"\n{path}" if len(runs) > 1 else "")
+            _print_modules(modules)
     return 1 if any(engine.not_in_place(r["hooks"]) for _, reports, _ in runs.values() for r in reports) else 0
 
 
@@ -182,13 +186,15 @@ def _of_run(path: str) -> tuple[list[dict], list]:
     return reports, decided.of_directory(path, reports)
 
 
-def _print_run(reports: list[dict], modules: list) -> None:
-    from esgrpo.tools import decided
-
+def _print_hooks(reports: list[dict]) -> None:
     _print_table([["PROCESS", "HOST", "PID", "HOOK", "STATE", "REASON"]]
                  + [[r["process"], r["host"], str(r["pid"]), h["slug"], h["state"], h["detail"]]
                     for r in reports for h in r["hooks"]])
-    show()
+
+
+def _print_modules(modules: list) -> None:
+    from esgrpo.tools import decided
+
     if modules:
         _print_table([["MODULE", "SWITCH", "DECISIONS", "REASON"], *decided.cells(modules)])
     else:

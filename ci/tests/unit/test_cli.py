@@ -182,6 +182,17 @@ def test_status_of_a_run(tmp_path, capsys, states, code, below):
     assert json.loads(capsys.readouterr().out) == {"processes": [report(*states)], "modules": []}
 
 
+def test_status_of_several_runs_ends_with_what_each_decided(tmp_path, capsys):
+    for name in ("overlay", "plain"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "hooks.json").write_text(json.dumps([report("APPLIED")]))
+    assert cli.main(["status", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    decided = [line for name in ("overlay", "plain") for line in (
+        "", str(tmp_path / name), "what modules decided: not recorded")]
+    assert said[-6:] == decided and sum("hook-0" in line for line in said[:-6]) == 2
+
+
 @pytest.mark.parametrize("content", [None, "", "{", "\x00"])
 def test_status_of_something_else(tmp_path, capsys, content):
     if content is not None:
