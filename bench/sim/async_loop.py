@@ -22,7 +22,7 @@ from bench.common.workload import Group, stream
 from bench.sim.device import Device
 from bench.sim.replica import NEVER, Replica, Run
 from esgrpo.algo.accounting import Pace, pace_of
-from esgrpo.algo.null_groups import NullFilter
+from esgrpo.algo.null_groups import NullFilter, costs_rollout
 from esgrpo.algo.overlap import Change, Controller, Window
 from esgrpo.algo.overlap_law import Setting
 from esgrpo.algo.terms import NullGroups
@@ -231,7 +231,7 @@ class Loop:
             self.nulls.discard(group)
             self.begun -= 1
             self.left_out += 1
-            if self.case.null_groups == NullGroups.REPLACE:  # `spare` leaves out what nobody waits for
+            if costs_rollout(self.case.null_groups, foreseen=False):
                 self.left_out_tokens += tokens
             return
         self.queue.append(group)

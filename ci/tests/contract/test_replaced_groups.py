@@ -182,6 +182,7 @@ def test_groups_whose_rewards_are_alike_give_their_place_as_the_mode_says(rollou
                                                                           left_out):
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts
+    from esgrpo.hooks.verl.overlap import rollouter_settings
 
     null_groups(mode)
     original, hooked = both(rollouter_class)
@@ -193,7 +194,10 @@ def test_groups_whose_rewards_are_alike_give_their_place_as_the_mode_says(rollou
     assert made.staleness_samples == made.total_generated_samples == LIMIT
     assert decision_counts.counts["replaced/groups"] == left_out
     # overlap control is told: of what is left out because nobody waits for it, it is not
-    assert owned.of(made, owned.RolloutSignals).left_out_tokens == left_out * SIZE * 10 * (mode == "replace")
+    owned.of(made, owned.RolloutSignals).windows = [
+        {"tokens": 1000, "surprisal": 0.0, "surprisal_tokens": 0, "capacity": 0}]
+    told = [rollouter_settings.report(made).tokens for _ in range(2)]  # of one version, and of one without windows
+    assert told == [1000 - left_out * SIZE * 10 * (mode == "replace"), None]
     assert decision_counts.counts["replaced/null"] == (0 if mode == "train" else 2)
     plain = rollouter(rollouter_class, [MIXED, ALIKE, ALIKE, MIXED])
     asyncio.run(run(plain, original))  # negative control: verl trains them

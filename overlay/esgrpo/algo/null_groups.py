@@ -19,6 +19,12 @@ from esgrpo.algo.terms import NullGroups
 MOST_BATCHES = 10  # of groups left out in a row
 
 
+def costs_rollout(mode: str, foreseen: bool) -> bool:
+    """Whether the trainer waits for what is made instead of a group that was left out. `spare` leaves out what nobody
+    waits for; a group that the resolved rule ended, `foreseen`, is left out whatever waits."""
+    return foreseen or mode == NullGroups.REPLACE
+
+
 @dataclass
 class NullFilter:
     """Of a rollouter. Sizes in groups."""

@@ -60,6 +60,7 @@ class Filter:
 def replace(rollouter, sample) -> bool:
     """True when the group is not to be put, and its place was given back."""
     from esgrpo import config, records
+    from esgrpo.algo.null_groups import costs_rollout
     from esgrpo.algo.rows import Replaced
     from esgrpo.algo.terms import Status
     from esgrpo.algo.treatment import is_resolved_null
@@ -79,7 +80,7 @@ def replace(rollouter, sample) -> bool:
     if not replaced:
         return False
     decision_counts.add("replaced", groups=1)
-    if foreseen or config.current().null_groups != NullGroups.SPARE:  # `spare` leaves out what nobody waits for
+    if costs_rollout(config.current().null_groups, foreseen):
         owned.of(rollouter, owned.RolloutSignals).left_out_tokens += sum(row["tokens"] for row in rows)
     in_flight.ended(rollouter, sample, Status.PRUNED)
     rollouter.staleness_samples -= 1
