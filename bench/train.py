@@ -37,7 +37,7 @@ from bench.testbed.task import SCALES, TASKS
 
 WARM_HISTORY = "warm_history.json"  # in a run directory
 PLANNED = ("scale", "trainer", "algorithm", "cap", "segment", "group", "batch", "gpus", "learning_rate", "prompts",
-           "test_every", "validation", "micro_batch", "gradient_checkpointing")
+           "test_every", "validation", "micro_batch")
 
 
 def arm_of(options, text: str) -> arm_values.Arm:
@@ -96,8 +96,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8, help="responses of a prompt")
     parser.add_argument("--batch", type=int, default=8, help="prompts of an optimiser step")
     parser.add_argument("--micro-batch", type=int, help="rows of the trainer's forward pass; default: the scale's")
-    parser.add_argument("--gradient-checkpointing", action="store_true",
-                        help="activations are computed again in the backward pass: room for larger micro-batches")
     parser.add_argument("--gpus", default="1/1", help="TRAINER/ROLLOUT")
     parser.add_argument("--learning-rate", type=float, help="default: the scale's")
     parser.add_argument("--test-every", type=int, help="weight versions between evaluations; default: the scale's")

@@ -83,8 +83,7 @@ def plan(scale: str, **own) -> argparse.Namespace:
     cap, found = own.get("cap"), {
         "scale": scale, "trainer": "fully_async", "algorithm": "grpo", "cap": setting.cap, "group": 8, "batch": 8,
         "segment": setting.segment, "gpus": (1, 1), "learning_rate": setting.learning_rate, "prompts": PROMPTS,
-        "test_every": setting.test_every, "validation": setting.validation, "micro_batch": setting.micro_batch,
-        "gradient_checkpointing": False}
+        "test_every": setting.test_every, "validation": setting.validation, "micro_batch": setting.micro_batch}
     if cap is not None:
         found["segment"] = cap // SEGMENTS
     return argparse.Namespace(**{**found, **{name: value for name, value in own.items() if value is not None}})
@@ -115,7 +114,6 @@ def shared(options: argparse.Namespace, seed: int, data: Path, run_dir: Path, ar
             f"actor_rollout_ref.rollout.max_num_batched_tokens={setting.batched_tokens}",
             f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={options.micro_batch}",
             f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={options.micro_batch}",
-            *(["actor_rollout_ref.model.enable_gradient_checkpointing=True"] if options.gradient_checkpointing else []),
             f"actor_rollout_ref.rollout.agent.num_workers={setting.workers}", f"reward.num_workers={setting.workers}",
             *algorithms.overrides(options.algorithm, options.cap, options.segment, filters(options))]
 
