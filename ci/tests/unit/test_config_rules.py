@@ -210,3 +210,13 @@ def test_a_group_filter_that_verl_ignores_is_told(trainer, mode, said):
     assert any("does nothing in verl's fully async loop" in line for line in lines) == said
     quiet = planned(composed(trainer, 1), v1=trainer == "sync", null_groups=mode).lines
     assert not any("filter_groups" in line for line in quiet)
+
+
+@pytest.mark.parametrize("bound, batches, mode, overlap, said", [
+    (0.5, 1, "spare", False, True), (1.0, 1, "spare", False, False), (0.5, 2, "spare", False, False),
+    (0.5, 1, "replace", False, False), (0.5, 1, "spare", True, False)])
+def test_a_filter_that_no_batch_ever_waits_for_is_told(bound, batches, mode, overlap, said):
+    config = composed("fully_async", 1, async_training={"staleness_threshold": bound,
+                                                        "trigger_parameter_sync_step": batches})
+    lines = planned(config, null_groups=mode, observe=True, overlap={"enable": overlap}).lines
+    assert any("will hardly leave a group out" in line for line in lines) == said

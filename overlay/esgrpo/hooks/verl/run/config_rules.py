@@ -126,6 +126,12 @@ def _null_groups(config, segment: Segment, v1: bool):
     if not on and fully_async is not None and asked.get("enable"):
         yield ("algorithm.filter_groups.enable=True does nothing in verl's fully async loop: groups without a gradient "
                f"are trained; {key}={NullGroups.REPLACE} replaces them")
+    if on and mode == NullGroups.SPARE and not segment.overlap.enable:  # which moves the bound
+        bound, batches = fully_async.staleness_threshold, fully_async.trigger_parameter_sync_step
+        if batches * (1 + bound) < 2:  # a version's prompts: one batch in the trainer, less than another beside it
+            yield (f"{key}={mode} will hardly leave a group out: with async_training.staleness_threshold={bound:g} and "
+                   f"trigger_parameter_sync_step={batches} no whole batch of others waits for the trainer; a bound of "
+                   "1 or more lets it")
 
 
 def _kept_requests(config):
