@@ -243,6 +243,12 @@ def test_all_of_a_run_may_share_one_gpu():
     assert f"{ROLLOUT}.checkpoint_engine.backend=nccl" in lines and not any("custom_backend" in line for line in lines)
 
 
+def test_runs_beside_others_on_a_gpu_have_few_workers():
+    code = "from bench.common import scales; print(scales.setting_of(scales.SMOLLM2).workers)"
+    assert {device: int(in_environment(device, code).stdout) for device in ("cuda", "cuda-shared")} == {
+        "cuda": 8, "cuda-shared": 2}
+
+
 def test_unknown_device_is_one_line():
     done = in_environment("tpu", "import bench.common.stack")
     assert done.returncode == 1 and "ESGRPO_BENCH_DEVICE is 'tpu'" in done.stderr and "Traceback" not in done.stderr
