@@ -25,6 +25,12 @@ def costs_rollout(mode: str, foreseen: bool) -> bool:
     return foreseen or mode == NullGroups.REPLACE
 
 
+def a_batch_can_wait(staleness: float, batches: int) -> bool:
+    """Whether a whole batch can wait for the trainer while it trains another: of a version's prompts, which are
+    `batches` x (1 + `staleness`) batches (verl's `FullyAsyncRollouter.max_required_samples`)."""
+    return batches * (1.0 + staleness) >= 2.0
+
+
 @dataclass
 class NullFilter:
     """Of a rollouter. Sizes in groups."""

@@ -9,6 +9,7 @@ import dataclasses
 import os
 from dataclasses import dataclass, field
 
+from esgrpo.algo.null_groups import a_batch_can_wait
 from esgrpo.algo.terms import NullGroups, Treatment
 from esgrpo.config import PREFIX, Segment
 from esgrpo.errors import ConfigError
@@ -128,7 +129,7 @@ def _null_groups(config, segment: Segment, v1: bool):
                f"are trained; {key}={NullGroups.REPLACE} replaces them")
     if on and mode == NullGroups.SPARE and not segment.overlap.enable:  # which moves the bound
         bound, batches = fully_async.staleness_threshold, fully_async.trigger_parameter_sync_step
-        if batches * (1 + bound) < 2:  # a version's prompts: one batch in the trainer, less than another beside it
+        if not a_batch_can_wait(bound, batches):
             yield (f"{key}={mode} will hardly leave a group out: with async_training.staleness_threshold={bound:g} and "
                    f"trigger_parameter_sync_step={batches} no whole batch of others waits for the trainer; a bound of "
                    "1 or more lets it")
