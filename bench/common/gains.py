@@ -40,6 +40,8 @@ RATE = "train_h200_smollm2_rate.json"  # the same at 2.5 times the learning rate
 CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning rates, four runs at once on one H200
 # the same with eight times as many prompts, none of which came back; three pairs at once on two H100s
 FRESH_PROMPTS = "train_h100_smollm2_chain_sum.json"
+# and four arms at once there, the sampler left out and the group filter added, eight runs; the filter on a CPU
+SAMPLER_OUT, FILTER_CPU = "train_h100_smollm2_left_out.json", "ablation_filter_all.json"
 ENGLISH, CHINESE = "en", "zh"
 DPI = 130
 
@@ -179,7 +181,7 @@ def _pretrained() -> dict[str, str]:
             "real_reward": spread(pair.overlay[last] for pair in pairs),
             "real_reward_plain": spread(pair.plain[last] for pair in pairs),
             "real_first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
-            **_rate(last), **_chain_sum(), **_fresh_prompts(first, last)}
+            **_rate(last), **_chain_sum(), **_fresh_prompts(first, last), **_filtered(last)}
 
 
 def _rate(last: str) -> dict[str, str]:
@@ -215,6 +217,23 @@ def _fresh_prompts(first: str, last: str) -> dict[str, str]:
             "new_first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
             "new_reward": spread(pair.overlay[last] for pair in pairs),
             "new_reward_plain": spread(pair.plain[last] for pair in pairs)}
+
+
+def _filtered(last: str) -> dict[str, str]:
+    """Of everything on with the group filter, and of everything on without the sampler."""
+    def times(record: str, key: str, arm: str, other: str) -> str:
+        return spread(pair.ratio(key) for pair in training_pairs((record,), other, arm))
+
+    cpu = "all spare staleness=2", "all staleness=2"
+    pairs, steps = training_pairs((SAMPLER_OUT,), "all", "all spare"), "optimiser steps"
+    return {"spare_useful": times(SAMPLER_OUT, USEFUL, "all spare", "all"),
+            "spare_steps": times(SAMPLER_OUT, steps, "all spare", "all"),
+            "spare_useful_plain": times(SAMPLER_OUT, USEFUL, "all spare", "plain"),
+            "spare_effective_plain": times(SAMPLER_OUT, "effective tokens/s", "all spare", "plain"),
+            "spare_reward": spread(pair.overlay[last] for pair in pairs),
+            "spare_reward_without": spread(pair.plain[last] for pair in pairs),
+            "spare_useful_cpu": times(FILTER_CPU, USEFUL, *cpu), "spare_steps_cpu": times(FILTER_CPU, steps, *cpu),
+            "without_sampler": times(SAMPLER_OUT, USEFUL, "all without sampler", "plain")}
 
 
 def _texts() -> dict:
@@ -270,9 +289,9 @@ def module_numbers() -> dict[str, str]:
              for arm in ("A routing", "C pruning", "C sampler", "keep")}
     filtered = json.loads((RESULTS / "ablation_filter.json").read_text())["measures"]
     plain = filtered["plain staleness=2"]
-    left_out = {f"{mode}_{name}": spread(row[key] / plain[seed][key] for seed, row in filtered[arm].items())
-                for mode, arm in (("spare", "C spare staleness=2"), ("replace", "C filter staleness=2"))
-                for name, key in (("groups", "groups with gradient/s"), ("steps", "optimiser steps"))}
+    left_out = {f"replace_{name}": spread(row[key] / plain[seed][key]
+                                          for seed, row in filtered["C filter staleness=2"].items())
+                for name, key in (("groups", USEFUL), ("steps", "optimiser steps"))}
     sampling = json.loads((RESULTS / "prompt_sampling.json").read_text())["populations"]["mixed"]
     shares = {f"share_{name}": f"{sampling[name]['gradient']['mean']:.2f}" for name in ("sampler", "uniform", "greso")}
     losses = json.loads((RESULTS / "robustness_losses.json").read_text())["table"]

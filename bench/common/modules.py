@@ -44,6 +44,7 @@ LEFT_OUT = {
     "all without loops": ("prune.repetition.enable=False",),
     "all without resolved": ("prune.resolved.enable=False",),
     "all without token outputs": ("token_outputs=False",),
+    "all without filter": ("null_groups=train",),
 }
 
 
@@ -51,9 +52,8 @@ def with_left_out(segment_length: int) -> dict[str, list[str]]:
     """`arms`, `all` without one module each, and with what no profile has."""
     found = arms(segment_length)
     for name, mode in (("spare", "spare"), ("filter", "replace")):
-        null_groups = switches(f"null_groups={mode}")
-        found[f"C {name}"] = switches("enable", f"segment_length={segment_length}") + null_groups
-        found[f"all {name}"] = found["all"] + null_groups
+        found[f"C {name}"] = switches("enable", f"segment_length={segment_length}", f"null_groups={mode}")
+    found["all filter"] = found["all"] + switches("null_groups=replace")
     found["all verdicts"] = found["all"] + switches("prune.verdict.enable")
     # a benchmark sets the staleness by hand, which only a run that says so leaves to the controller
     found["all overlap"] = found["all"] + switches("overlap.enable", "overlap.override")

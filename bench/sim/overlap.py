@@ -1,4 +1,4 @@
-"""python -m bench.sim.overlap [--json] [--case NAME] [--groups N] [--seed N]
+"""python -m bench.sim.overlap [--json] [--case NAME] [--groups N] [--seed N] [--null-groups MODE]
 
 SIMULATED: the controller of algo/overlap.py on the fully async loop, against the best fixed setting and against verl's
 own `default` policy. Nothing tells it how fast rollout is beside training.
@@ -38,6 +38,7 @@ LIMITS = Limits((4, 128), (0.0, 8.0), (16, 128), MINI_BATCH)
 CONCURRENCY, TRIGGER = (8, 16, 32, 48, 64, 96), (16, 32, 64, 128)
 STALENESS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)
 RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)  # rollout's tokens/s at full replicas over the trainer's
+FILTERED_RATIOS = (0.5, 1.0, 2.0, 4.0, 8.0)
 WORKLOADS = ("math", "code", "agentic")
 
 
@@ -72,6 +73,12 @@ def cases(groups: int = GROUPS, seed: int = 1) -> list[Case]:
     return [replace(case, groups=groups, seed=seed) for case in found]
 
 
+def filtered(mode: str, groups: int = GROUPS, seed: int = 1) -> list[Case]:
+    """Half of the groups without a gradient, under a mode of `segment.null_groups`."""
+    return [Case(f"math, ratio {ratio:g}, second half, {mode}", ratio, settled=True, null_share=0.5, null_groups=mode,
+                 groups=groups, seed=seed) for ratio in FILTERED_RATIOS]
+
+
 def play(case: Case) -> dict:
     gc.disable()  # no cycles: a collection would walk all prompts for nothing
     found: dict[Setting, float] = {}
@@ -97,8 +104,12 @@ def main(argv: list[str] | None = None) -> int:
     reader.add_argument("--case", default="", metavar="NAME", help="only cases whose name contains this")
     reader.add_argument("--groups", type=int, default=GROUPS, help=f"groups of a run, default {GROUPS}")
     reader.add_argument("--seed", type=int, default=1, help="of the lengths, default 1")
+    reader.add_argument("--null-groups", choices=tuple(map(str, NullGroups)), metavar="MODE",
+                        help="other cases: half of the groups without a gradient, under this segment.null_groups")
     options = reader.parse_args(argv)
-    chosen = [case for case in cases(options.groups, options.seed) if options.case in case.name]
+    found = filtered(options.null_groups, options.groups, options.seed) if options.null_groups else \
+        cases(options.groups, options.seed)
+    chosen = [case for case in found if options.case in case.name]
     with ProcessPoolExecutor(min(len(chosen), os.cpu_count() or 1)) as pool:
         results = list(pool.map(play, chosen))
     if options.json:

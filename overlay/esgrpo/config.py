@@ -274,6 +274,7 @@ PROFILES: dict[str, dict] = {
         "prune": {"repetition": {"enable": True}, "audit": {"enable": True}},
         "sampler": {"enable": True},
         "sync": {"requests": "keep"},
+        "null_groups": "spare",
         "kv_headroom": 0.05,
         "token_outputs": True,
     },

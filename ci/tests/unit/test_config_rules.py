@@ -193,22 +193,41 @@ def test_rules_that_read_log_probs_have_verl_ask_for_them(rule):
         planned(composed("0.7.0", 1), prune=prune)
 
 
-@pytest.mark.parametrize("trainer, v1, instead", [
-    ("0.7.0", False, "from 0.9.0 on"), ("separate_async", True, "algorithm.filter_groups.enable=True"),
-    ("sync", True, "algorithm.filter_groups.enable=True")])
-def test_null_groups_are_refused_where_nothing_of_ours_replaces_them(trainer, v1, instead):
+OWN_TRIGGER = {"staleness_threshold": 0.1, "trigger_parameter_sync_step": 4}  # verl's
+WITHOUT_A_FILTER = [
+    ("0.7.0", False, {}, "from 0.9.0 on"), ("separate_async", True, {}, "verl's own filter does it"),
+    ("sync", True, {}, "verl's own filter does it"),
+    ("fully_async", False, {"adv_estimator": "gae"}, "adv_estimator=gae rewards that are alike have a gradient"),
+    ("fully_async", False, {"use_kl_in_reward": True}, "use_kl_in_reward=True rewards that are alike have a gradient")]
+
+
+@pytest.mark.parametrize("trainer, v1, algorithm, why", WITHOUT_A_FILTER)
+def test_where_no_group_can_be_left_out_replace_is_refused_and_spare_is_off_and_says_so(trainer, v1, algorithm, why):
+    config = composed(trainer, 1, algorithm=algorithm)
     with pytest.raises(ConfigError, match="null_groups") as refused:
-        planned(composed(trainer, 1), v1=v1, null_groups="spare")
-    assert instead in str(refused.value)
+        planned(config, v1=v1, null_groups="replace")
+    assert why in str(refused.value)
+    plan = planned(config, v1=v1, null_groups="spare")
+    said, = (line for line in plan.lines if "null_groups: spare -> train" in line)
+    assert why in said and plan.segment.null_groups == "train"
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg"])
+def test_the_filter_stays_with_estimators_that_compare_within_a_group(estimator):
+    plan = planned(composed("fully_async", 1, async_training=OWN_TRIGGER, algorithm={"adv_estimator": estimator}),
+                   null_groups="spare")
+    assert plan.segment.null_groups == "spare" and not any("null_groups: " in line for line in plan.lines)
 
 
 @pytest.mark.parametrize("trainer, mode, said", [
-    ("fully_async", "train", True), ("fully_async", "replace", False), ("sync", "train", False)])
+    ("fully_async", "train", True), ("fully_async", "spare", True), ("fully_async", "replace", False),
+    ("sync", "train", False)])
 def test_a_group_filter_that_verl_ignores_is_told(trainer, mode, said):
-    config = composed(trainer, 1, algorithm={"filter_groups": {"enable": True}})
+    own = {"async_training": OWN_TRIGGER} if trainer == "fully_async" else {}
+    config = composed(trainer, 1, algorithm={"filter_groups": {"enable": True}}, **own)
     lines = planned(config, v1=trainer == "sync", null_groups=mode).lines
     assert any("does nothing in verl's fully async loop" in line for line in lines) == said
-    quiet = planned(composed(trainer, 1), v1=trainer == "sync", null_groups=mode).lines
+    quiet = planned(composed(trainer, 1, **own), v1=trainer == "sync", null_groups=mode).lines
     assert not any("filter_groups" in line for line in quiet)
 
 

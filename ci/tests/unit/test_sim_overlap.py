@@ -126,6 +126,12 @@ def test_covers_what_it_says():
     assert len({case.workload for case in found}) >= 3 and {case.shift for case in found} >= {0.5, 1.0, 2.0}
 
 
+def test_the_controller_can_be_played_under_a_group_filter(capsys):
+    assert main(["--json", "--null-groups", "spare", "--case", "ratio 8", "--groups", "96"]) == 0
+    case, = json.loads(capsys.readouterr().out)["cases"]
+    assert case["name"].endswith("spare") and case["against_best_fixed"] > 0
+
+
 def test_the_command_is_repeatable_and_names_both_rivals(capsys):
     told = []
     for _ in range(2):

@@ -17,6 +17,16 @@ from dataclasses import dataclass
 from esgrpo.algo.terms import NullGroups
 
 MOST_BATCHES = 10  # of groups left out in a row
+# verl's estimators that compare a response with its group alone (`verl.trainer.ppo.core_algos`), and ours; the others
+# whiten over the batch or ask a critic or another policy, and rewards that are alike give advantages there
+OF_THE_GROUP = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg",
+                          "grpo_segment"})
+
+
+def alike_is_null(estimator: str, kl_in_reward: bool) -> bool:
+    """Whether rewards that are all alike give a group advantages of 0. `kl_in_reward`: verl subtracts a KL term from
+    the rewards of tokens (`algorithm.use_kl_in_reward`), and no two responses have the same one."""
+    return estimator in OF_THE_GROUP and not kl_in_reward
 
 
 def costs_rollout(mode: str, foreseen: bool) -> bool:

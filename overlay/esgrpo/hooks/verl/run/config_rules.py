@@ -9,7 +9,7 @@ import dataclasses
 import os
 from dataclasses import dataclass, field
 
-from esgrpo.algo.null_groups import a_batch_can_wait
+from esgrpo.algo.null_groups import a_batch_can_wait, alike_is_null
 from esgrpo.algo.terms import NullGroups, Treatment
 from esgrpo.config import PREFIX, Segment
 from esgrpo.errors import ConfigError
@@ -106,7 +106,7 @@ def _rules(config, found: Plan, features: frozenset[str]):
             yield Setting("actor_rollout_ref.actor.calculate_entropy", True, "DMMPTs need the entropy")
     if "keep" in features:
         yield from _kept_requests(config)
-    yield from _null_groups(config, segment, "v1" in features)
+    yield from _null_groups(config, found, "v1" in features)
     if segment.sampler.enable:
         yield from _sampler(config)
     if segment.overlap.enable:
@@ -116,23 +116,41 @@ def _rules(config, found: Plan, features: frozenset[str]):
                 "use the vllm rollout")
 
 
-def _null_groups(config, segment: Segment, v1: bool):
+def _null_groups(config, found: Plan, v1: bool):
     """verl's v1 trainers have a group filter of their own, its fully async loop has ours, all others none."""
+    segment, fully_async = found.segment, config.get("async_training")
     asked, mode, key = config.algorithm.get("filter_groups") or {}, segment.null_groups, f"{PREFIX}.null_groups"
-    fully_async, on = config.get("async_training"), segment.enable and mode != NullGroups.TRAIN
-    if on and (fully_async is None or "compute_prox_log_prob" in fully_async):
-        instead = "verl's own filter does it: algorithm.filter_groups.enable=True" if v1 else \
-            "drop the key: groups can be replaced in verl's fully async loop, from 0.9.0 on"
-        _refuse(key, mode, f"{NullGroups.TRAIN} with this trainer", instead)
-    if not on and fully_async is not None and asked.get("enable"):
+    on = segment.enable and mode != NullGroups.TRAIN
+    if on and (missing := _no_filter(config, fully_async, v1)):
+        why, instead = missing
+        if mode == NullGroups.REPLACE:
+            _refuse(key, mode, f"{NullGroups.TRAIN}: {why}", instead)
+        found.segment, on = dataclasses.replace(segment, null_groups=NullGroups.TRAIN), False
+        yield f"{key}: {mode} -> {NullGroups.TRAIN}, because {why}"
+    if fully_async is not None and asked.get("enable") and not (on and mode == NullGroups.REPLACE):
         yield ("algorithm.filter_groups.enable=True does nothing in verl's fully async loop: groups without a gradient "
-               f"are trained; {key}={NullGroups.REPLACE} replaces them")
+               f"are trained{' unless a whole batch of others waits' if on else ''}; {key}={NullGroups.REPLACE} always "
+               "replaces them")
     if on and mode == NullGroups.SPARE and not segment.overlap.enable:  # which moves the bound
         bound, batches = fully_async.staleness_threshold, fully_async.trigger_parameter_sync_step
         if not a_batch_can_wait(bound, batches):
             yield (f"{key}={mode} will hardly leave a group out: with async_training.staleness_threshold={bound:g} and "
                    f"trigger_parameter_sync_step={batches} no whole batch of others waits for the trainer; a bound of "
                    "1 or more lets it")
+
+
+def _no_filter(config, fully_async, v1: bool) -> tuple[str, str] | None:
+    """Why no group can be left out here, and what to do instead; None where one can."""
+    if v1:
+        return ("verl's own filter does it with this trainer",
+                "drop the key and set algorithm.filter_groups.enable=True")
+    if fully_async is None or "compute_prox_log_prob" in fully_async:
+        return "groups can be replaced in verl's fully async loop, from 0.9.0 on", "drop the key"
+    estimator, kl_in_reward = str(config.algorithm.adv_estimator), bool(config.algorithm.get("use_kl_in_reward"))
+    if not alike_is_null(estimator, kl_in_reward):
+        return ("with algorithm.use_kl_in_reward=True" if kl_in_reward else
+                f"with algorithm.adv_estimator={estimator}") + " rewards that are alike have a gradient", "drop the key"
+    return None
 
 
 def _kept_requests(config):
