@@ -229,7 +229,6 @@ def _filtered(last: str) -> dict[str, str]:
     return {"spare_useful": times(SAMPLER_OUT, USEFUL, "all spare", "all"),
             "spare_steps": times(SAMPLER_OUT, steps, "all spare", "all"),
             "spare_useful_plain": times(SAMPLER_OUT, USEFUL, "all spare", "plain"),
-            "spare_effective_plain": times(SAMPLER_OUT, "effective tokens/s", "all spare", "plain"),
             "spare_reward": spread(pair.overlay[last] for pair in pairs),
             "spare_reward_without": spread(pair.plain[last] for pair in pairs),
             "spare_useful_cpu": times(FILTER_CPU, USEFUL, *cpu), "spare_steps_cpu": times(FILTER_CPU, steps, *cpu),

@@ -22,6 +22,7 @@ CASES = {
     "static-colocate": [f"{SEGMENT}.profile=static", f"{SEGMENT}.segment_length=64", f"{MODE}=colocate_async",
                         "trainer.v1.sampler.max_off_policy_strategy=wait"],
     "separate": [*ON, *SEPARATE],
+    "elastic": [f"{SEGMENT}.profile=elastic", f"{SEGMENT}.segment_length=64", *SEPARATE],
     "legacy": [*ON, "trainer.use_v1=False"],
     "legacy-off": ["trainer.use_v1=False"],
 }
@@ -65,6 +66,11 @@ def test_segments_start_under_every_v1_trainer(answers):
     for name in ("sync", "static-sync", "static-colocate", "separate"):
         assert not answers[name]["error"] and "v1" in answers[name]["features"].split(","), name
         assert answers[name]["states"]["v1-handshake"] == "APPLIED"
+
+
+def test_the_profiles_group_filter_is_off_where_verl_has_one(answers):
+    assert not answers["elastic"]["error"] and "null_groups" not in answers["elastic"]["features"].split(",")
+    assert "null_groups: spare -> train, because verl's own filter does it" in answers["elastic"]["said"]
 
 
 def test_the_legacy_trainer_is_still_refused_with_segments_only(answers):

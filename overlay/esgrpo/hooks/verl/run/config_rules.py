@@ -120,8 +120,8 @@ def _null_groups(config, found: Plan, v1: bool):
     """verl's v1 trainers have a group filter of their own, its fully async loop has ours, all others none."""
     segment, fully_async = found.segment, config.get("async_training")
     asked, mode, key = config.algorithm.get("filter_groups") or {}, segment.null_groups, f"{PREFIX}.null_groups"
-    on = segment.enable and mode != NullGroups.TRAIN
-    if on and (missing := _no_filter(config, fully_async, v1)):
+    on, missing = segment.enable and mode != NullGroups.TRAIN, _no_filter(config, fully_async, v1)
+    if on and missing:
         why, instead = missing
         if mode == NullGroups.REPLACE:
             _refuse(key, mode, f"{NullGroups.TRAIN}: {why}", instead)
@@ -129,8 +129,8 @@ def _null_groups(config, found: Plan, v1: bool):
         yield f"{key}: {mode} -> {NullGroups.TRAIN}, because {why}"
     if fully_async is not None and asked.get("enable") and not (on and mode == NullGroups.REPLACE):
         yield ("algorithm.filter_groups.enable=True does nothing in verl's fully async loop: groups without a gradient "
-               f"are trained{' unless a whole batch of others waits' if on else ''}; {key}={NullGroups.REPLACE} always "
-               "replaces them")
+               f"are trained{' unless a whole batch of others waits' if on else ''}"
+               + ("" if missing else f"; {key}={NullGroups.REPLACE} always replaces them"))
     if on and mode == NullGroups.SPARE and not segment.overlap.enable:  # which moves the bound
         bound, batches = fully_async.staleness_threshold, fully_async.trigger_parameter_sync_step
         if not a_batch_can_wait(bound, batches):

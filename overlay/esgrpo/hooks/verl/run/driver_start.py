@@ -52,6 +52,7 @@ def prepare(config) -> None:
     if features and v1:
         features |= {"v1"}
     segment = _adjust(config, segment, features)
+    features &= settings.features(segment, loss_mode) | {"v1"}  # a rule may have taken a switch back
     os.environ[settings.ENV_SEGMENT] = settings.to_json(segment)
     os.environ[settings.ENV_FEATURES] = ",".join(sorted(features))
     os.environ[settings.ENV_FACTS] = json.dumps(_facts(config, segment))
