@@ -22,7 +22,7 @@ from bench.common.workload import Group, stream
 from bench.sim.device import Device
 from bench.sim.replica import NEVER, Replica, Run
 from esgrpo.algo.accounting import Pace, pace_of
-from esgrpo.algo.null_groups import NullFilter, costs_rollout
+from esgrpo.algo.null_groups import NullFilter, costs_rollout, spare_share
 from esgrpo.algo.overlap import Change, Controller, Window
 from esgrpo.algo.overlap_law import Setting
 from esgrpo.algo.terms import NullGroups
@@ -226,6 +226,8 @@ class Loop:
                                           self.setting.trigger)
         self.filter.note(left_out)
         tokens = sum(self.spans[group].values())
+        self.judged += 1
+        self.judged_nulls += group in self.nulls
         if left_out:
             del self.spans[group]
             self.nulls.discard(group)
@@ -337,7 +339,8 @@ class Loop:
                 self.finished_tokens / self.finished if self.finished else None, self.trained_tokens, self.train_s,
                 self.case.sync_s + self.roles.switched,
                 *pace_of(vars(replica.pace) for replica in self.replicas), self.pause_s, self.waited_s,
-                self.aged / self.trained_tokens))
+                self.aged / self.trained_tokens,
+                null_share=spare_share(self.case.null_groups, self.judged_nulls, self.judged)))
             self.decoded_next = decoded
             if change is not None:
                 self.changes.append(change)
@@ -350,6 +353,7 @@ class Loop:
     def _window(self) -> None:
         self.mark, self.inflight_s, self.finished, self.finished_tokens = self.now, 0.0, 0, 0
         self.train_s = self.aged = self.trained_tokens = self.left_out_tokens = 0.0
+        self.judged = self.judged_nulls = 0
         self.decoded = getattr(self, "decoded_next", 0)
         for replica in self.replicas:
             replica.pace = Pace()

@@ -190,6 +190,27 @@ def test_a_larger_bound_never_makes_a_version_longer_or_tokens_fresher(setting, 
     assert then.seconds <= now.seconds * (1 + 1e-9)
 
 
+@given(settings_of_users, rates_of_loops, st.floats(0, 0.9))
+def test_a_filter_is_worth_what_rollout_has_to_spare_and_no_more(setting, rates, share):
+    rollout, train, _, _ = flow(setting, rates, LIMITS)
+    plain, found = (forecast(setting, replace(rates, null_share=each), LIMITS, AGE_SCALE) for each in (0.0, share))
+    assert plain.useful == 1.0 <= found.useful <= min(max(1.0, train / rollout), 1 / (1 - share)) + 1e-9
+    assert found.fresh == pytest.approx(plain.fresh * found.useful)
+
+
+def test_under_a_filter_a_batch_may_wait_where_rollout_has_something_to_spare():
+    ends = {}
+    for share in (None, 0.0, 0.5):
+        for train in (2e-5, 5e-4):
+            control, rates = controller(), replace(RATES, train=(1.0, train))
+            for version in range(30):
+                control.observe(replace(played(version, control.setting, rates), null_share=share))
+            ends[share, train] = control.setting
+    assert LIMITS.in_process(ends[0.5, 5e-4]) > LIMITS.in_process(ends[None, 5e-4])
+    assert ends[0.0, 5e-4] == ends[None, 5e-4]
+    assert ends[0.5, 2e-5] == ends[None, 2e-5]  # rollout is slower: it has nothing to spare
+
+
 @pytest.mark.parametrize("train", [1e-4, 5e-4], ids=["rollout is slower", "training is slower"])
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_adapts_within_three_versions_when_rollout_changes_its_speed_by_two(factor, train):

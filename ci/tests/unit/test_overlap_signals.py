@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from esgrpo.algo.null_groups import spare_share
 from esgrpo.algo.overlap import Window
 from esgrpo.algo.overlap_law import Setting
 from esgrpo.algo.overlap_signals import (
@@ -67,6 +68,13 @@ def test_tokens_of_groups_that_nobody_trains_are_not_rollouts():
     engines = [{"tokens": tokens, "surprisal": 0.0, "surprisal_tokens": 0, "capacity": 0} for tokens in (300, 200)]
     assert [measured(8, engines, 1.0, 4.0, left_out_tokens=less).tokens for less in (0, 120, 600)] == [500, 380, 0]
     assert measured(8, [], 1.0, 4.0, left_out_tokens=120).tokens is None
+
+
+@pytest.mark.parametrize("mode, nulls, judged, share", [
+    ("spare", 3, 4, 0.75), ("spare", 0, 4, 0.0), ("spare", 0, 0, None), ("replace", 3, 4, None), ("train", 3, 4, None)])
+def test_only_what_spare_may_leave_out_is_told_to_the_law(mode, nulls, judged, share):
+    told = measured(8, [], 1.0, 4.0, null_share=spare_share(mode, nulls, judged))
+    assert told.null_share == share and window(3, told, [], 8).null_share == share
 
 
 def test_what_was_not_measured_stays_open():

@@ -35,6 +35,11 @@ def costs_rollout(mode: str, foreseen: bool) -> bool:
     return foreseen or mode == NullGroups.REPLACE
 
 
+def spare_share(mode: str, nulls: int, judged: int) -> float | None:
+    """Share of finished groups that `spare` may leave out, `nulls` of `judged`; None under another mode, or of none."""
+    return nulls / judged if mode == NullGroups.SPARE and judged else None
+
+
 def a_batch_can_wait(staleness: float, batches: int) -> bool:
     """Whether a whole batch can wait for the trainer while it trains another: of a version's prompts, which are
     `batches` x (1 + `staleness`) batches (verl's `FullyAsyncRollouter.max_required_samples`)."""

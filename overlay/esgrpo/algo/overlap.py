@@ -83,6 +83,7 @@ class Window:
     loss: float | None = None
     kl: float | None = None
     grad_norm: float | None = None
+    null_share: float | None = None  # of finished groups those without a gradient, where `null_groups` is `spare`
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class Controller:
         self._decode, self._train = Decoding(), Line(TRAIN_LEVEL)
         self._group_tokens: float | None = None
         self._sync = self._pause = 0.0
-        self._stock = FIRST_STOCK
+        self._stock, self._null_share = FIRST_STOCK, 0.0
         self._version = -1
         self._calm = self._blind = 0
         self._base: list[float] = []  # measured J of the start setting over its forecast
@@ -225,7 +226,8 @@ class Controller:
         """None before all that the law needs was measured once."""
         if self._group_tokens is None or self._decode.level is None or not self._train.points:
             return None
-        return Rates(self._group_tokens, self._decode.fit(), self._train.fit(), self._sync, self._pause, self._stock)
+        return Rates(self._group_tokens, self._decode.fit(), self._train.fit(), self._sync, self._pause, self._stock,
+                     self._null_share)
 
     def observe(self, window: Window) -> Change | None:
         """Take in a version and move; None where nothing moves. A version that is not newer is ignored."""
@@ -270,6 +272,9 @@ class Controller:
         sync, pause = number(window.sync_s, 0.0), number(window.pause_s, 0.0)
         self._sync = self._sync if sync is None else _smooth(self._sync or None, sync)
         self._pause = self._pause if pause is None else _smooth(self._pause or None, pause)
+        nulls = number(window.null_share, 0.0)
+        if nulls is not None:
+            self._null_share = _smooth(self._null_share or None, min(nulls, 1.0))
         if group_tokens:
             self._group_tokens = _smooth(self._group_tokens, group_tokens)
         if seconds and tokens and inflight:
@@ -296,10 +301,8 @@ class Controller:
         seconds, trained = number(window.seconds, TINY), number(window.trained_tokens, 0.0)
         if seconds is None or trained is None:
             return True
-        age = number(window.age, 0.0)
-        if age is None:
-            age = forecast(self.setting, rates, self.limits, scale).age
-        fresh = trained / seconds * math.exp(-age / scale)
+        age, now = number(window.age, 0.0), forecast(self.setting, rates, self.limits, scale)
+        fresh = trained / seconds * now.useful * math.exp(-(now.age if age is None else age) / scale)
         expected = rates.group_tokens * forecast(self.start, rates, self.limits, scale).fresh
         if self.setting == self.start and len(self._base) < BASE:
             self._base.append(fresh / max(expected, TINY))

@@ -7,7 +7,7 @@ mini-batch has m groups, each is one optimiser step.
 
 The law. Of the settings (c, sigma, B) within reach it takes the one with the most *fresh* groups a second,
 
-    J = N / V * exp(-A / (lambda * trust))
+    J = N u / V * exp(-A / (lambda * trust))
     V = max(R, T) + (1 - o) min(R, T)        seconds of a version: rollout R and training T, overlapped by o
     R = N g (a / f + b) + p                  seconds of rollout by itself
     T = K (d + e g B) + s                    seconds of training by itself
@@ -17,7 +17,11 @@ The law. Of the settings (c, sigma, B) within reach it takes the one with the mo
     o = min(1, W / (f' + q)) ** (2/3)        the overlap ratio; f' is as much of f as rollout needs to keep up
     A = (P + (N - m) / 2) / m                optimiser steps between making a token and training on it
     P = min(W, f + q + T / (2 (R - T)))      in process: what waits by chance is Kingman's; W where R <= T
+    u = 1 + min(1, (W - 1.5 f'') / B) (k - 1)    groups with a gradient, times those of a version that leaves out none
+    k = min(T / R, 1 / (1 - nu))             what rollout has to spare; f'' is f' at k times the speed
 
+u is 1 but where `null_groups=spare` leaves out the share nu of groups that have no gradient while a batch waits: then
+what rollout makes too much of is worth something, and a batch that waits, too.
 g (tokens of a group), a and b (f / (tokens/s) = a + b f), d and e (a trigger's train time = d + e tokens), s and p (a
 weight sync, for the trainer and for the replicas) are measured in every version: that is the feed-forward, and nothing
 is searched for on the running system. Without the exponential the largest staleness would always win; lambda is the age
@@ -39,6 +43,7 @@ ONSET = 2 / 3  # a little in process hides much of the training; of six forms of
 FILLED = 0.4  # of what is begun in a version and is not in process at its start, the part in flight on the mean; fitted
 EDGE = 4  # how sharp the limit of concurrency is on the mean: the in-flight count is below it for a part of a version
 FIRST_STOCK = 0.8  # fitted, too
+IN_HAND = 1.5  # of what is in flight that fills what rollout has to spare; beyond it groups wait; one of three tried
 TINY = 1e-9
 
 
@@ -91,6 +96,7 @@ class Rates:
     sync: float = 0.0  # s
     pause: float = 0.0  # p
     stock: float = FIRST_STOCK  # h
+    null_share: float = 0.0  # nu, of `null_groups=spare`
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,7 @@ class Forecast:
     age: float
     fresh: float  # J
     overlap: float
+    useful: float = 1.0  # u
 
 
 def at_most(limit: float, wanted: float) -> float:
@@ -129,13 +136,16 @@ def forecast(setting: Setting, rates: Rates, limits: Limits, age_scale: float) -
     rollout, train, inflight, waits = flow(setting, rates, limits)
     count, bound = limits.groups(setting), limits.in_process(setting)
     spare = train - rates.pause - count * rates.group_tokens * rates.decode[1]
-    needed = min(inflight, count * rates.group_tokens * rates.decode[0] / spare) if spare > 0 else inflight
-    overlap = min(1.0, bound / max(needed + waits, TINY)) ** ONSET
+    needed = count * rates.group_tokens * rates.decode[0] / spare if spare > 0 else math.inf
+    overlap = min(1.0, bound / max(min(inflight, needed) + waits, TINY)) ** ONSET
     seconds = max(rollout, train) + (1 - overlap) * min(rollout, train)
     chance = train / (2 * (rollout - train)) if rollout > train else math.inf
     process = min(bound, inflight + waits + chance)
     age = (process + (count - limits.mini_batch) / 2) / limits.mini_batch
-    return Forecast(seconds, age, count / max(seconds, TINY) * math.exp(-age / age_scale), overlap)
+    more = min(max(1.0, train / max(rollout, TINY)), 1 / max(1 - rates.null_share, TINY))
+    waiting = (bound - IN_HAND * min(inflight, more * needed)) / setting.trigger
+    useful = 1 + min(1.0, max(0.0, waiting)) * (more - 1)
+    return Forecast(seconds, age, count * useful / max(seconds, TINY) * math.exp(-age / age_scale), overlap, useful)
 
 
 def reachable(now: Setting, limits: Limits) -> Iterator[Setting]:

@@ -29,6 +29,7 @@ class Rollout:
     decode_level: float | None = None
     pause_s: float | None = None
     surprisal: float | None = None  # mean, nats a token
+    null_share: float | None = None  # of the groups that `null_groups=spare` may leave out
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Run:
 
 
 def measured(concurrency: int, windows: Sequence[Mapping], seconds: float | None, in_flight: float | None,
-             left: int = 0, left_out_tokens: int = 0) -> Rollout:
+             left: int = 0, left_out_tokens: int = 0, null_share: float | None = None) -> Rollout:
     """`windows`: of the engines, those that the version ended in; `left_out_tokens`: of groups that finished in it and
     whose place was given to others."""
     step_s, decode_level = pace_of(window.get("pace", {}) for window in windows)
@@ -54,7 +55,7 @@ def measured(concurrency: int, windows: Sequence[Mapping], seconds: float | None
         concurrency=concurrency, left=left, seconds=seconds, in_flight=in_flight,
         tokens=max(0, sum(window["tokens"] for window in windows) - left_out_tokens) if windows else None,
         step_s=step_s, decode_level=decode_level, pause_s=pause(windows),
-        surprisal=sum(window["surprisal"] for window in windows) / counted if counted else None)
+        surprisal=sum(window["surprisal"] for window in windows) / counted if counted else None, null_share=null_share)
 
 
 def decoding(windows: Sequence[Mapping], seconds: float, group_size: int) -> float | None:
@@ -128,7 +129,7 @@ def window(version: int, rollout: Rollout | None, steps: Sequence[Mapping], mini
     if rollout is not None:
         found = replace(found, seconds=rollout.seconds, tokens=rollout.tokens, in_flight=rollout.in_flight,
                         step_s=rollout.step_s, decode_level=rollout.decode_level, pause_s=rollout.pause_s,
-                        entropy=rollout.surprisal)
+                        entropy=rollout.surprisal, null_share=rollout.null_share)
     if not steps:
         return found
     groups, tokens = (sum(step[name] or 0 for step in steps) for name in ("groups", "tokens"))

@@ -141,6 +141,8 @@ class RolloutSignals:
     event: LoopEvent | None = None
     windows: list[Mapping] = field(default_factory=list)  # of the engines
     left_out_tokens: int = 0  # of finished groups whose place was given to others because nobody trains such groups
+    judged: int = 0  # finished groups that the group filter looked at
+    nulls: int = 0  # of them those without a gradient
 
 
 @dataclass

@@ -108,6 +108,9 @@ def _left_out(rollouter, sample, rows: list[dict], kept: list[bool]) -> bool:
     else:
         null = without_gradient((value for value, trained in zip(values, kept, strict=True) if trained), ())
     decision_counts.add("replaced", null=int(null))
+    signals = owned.of(rollouter, owned.RolloutSignals)
+    signals.judged += 1
+    signals.nulls += null
     return owned.of(rollouter, owned.NullGroups).filter.leaves_out(
         mode, null, sample.rollout_status["monitor/queue/mq_queue_size"], rollouter.required_samples)
 

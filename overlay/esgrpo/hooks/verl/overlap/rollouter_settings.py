@@ -10,16 +10,19 @@ import math
 from collections import deque
 
 from esgrpo.algo import overlap_signals
+from esgrpo.algo.null_groups import spare_share
 
 
 def report(rollouter) -> overlap_signals.Rollout:
     """What it measured of the version that ended, and its settings in force."""
+    from esgrpo import config
     from esgrpo.hooks.verl import owned
 
     signals = owned.take(rollouter, owned.RolloutSignals)
     event = signals.event
     return overlap_signals.measured(rollouter.max_concurrent_samples, signals.windows, event and event.seconds,
-                                    event and event.in_flight, _left(rollouter), signals.left_out_tokens)
+                                    event and event.in_flight, _left(rollouter), signals.left_out_tokens,
+                                    spare_share(config.current().null_groups, signals.nulls, signals.judged))
 
 
 def _left(rollouter) -> int:
