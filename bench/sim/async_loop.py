@@ -3,8 +3,9 @@
 Replicas decode groups under continuous batching, with the step times measured on an H100 made SLOWER times as long. The
 rollouter begins a group when fewer than `concurrency` are in flight and fewer than N (1 + staleness) were begun since
 the last weights, those in process then counted. The trainer takes `trigger` groups, one optimiser step a mini-batch,
-and syncs the weights; a sync aborts what runs and prefills it again, as verl does. The trainer's device is also a
-replica that verl's `default` policy lends to rollout and takes back (its rules, restated here).
+and syncs the weights; a sync aborts what runs and prefills it again, as verl does. A validation follows a sync:
+meanwhile the rollouter begins nothing and the trainer stands still. The trainer's device is also a replica that verl's
+`default` policy lends to rollout and takes back (its rules, restated here).
 
 A share of the groups may have no gradient: they are as long as others and worth nothing, and algo/null_groups.py says
 which of them give their place to another prompt.
@@ -34,6 +35,7 @@ SYNC_S, ACTIVATE_S, DEACTIVATE_S = 1.0, 2.0, 1.0  # assumed
 CAP, PROMPTS = 8192, 1 << 20
 AGE_SCALE = 4.0
 START = Setting(concurrency=32, staleness=0.5, trigger=32)  # 16 a replica, verl's own
+VALIDATED = 8  # versions; a validation itself decodes nothing here
 GROUPS, AHEAD = 1024, 1024  # of a run; that may be begun beyond them
 
 
@@ -47,6 +49,7 @@ class Case:
     shift: float = 1.0
     age_scale: float = AGE_SCALE
     sync_s: float = SYNC_S
+    validation_s: float = 0.0  # after every VALIDATED-th weight sync
     start: Setting = START
     settled: bool = False  # only the second half of the run counts
     null_share: float = 0.0  # of the groups whose rewards are all alike; they are as long as others
@@ -131,6 +134,7 @@ class Loop:
         self.begun = self.steps = self.synced = self.trained = self.useful = self.left_out = 0
         self.busy_until, self.doing, self.batch = NEVER, "wait", []
         self.wait_from, self.pending, self.room = 0.0, 0, True  # room: another group may be begun
+        self.disturbed = False  # a validation is in this version's time
         self.fresh = self.tokens = self.work_s = 0.0
         self.changes: list[Change] = []
         self.mark = 0.0
@@ -191,7 +195,7 @@ class Loop:
         return place
 
     def _begin(self) -> None:
-        dirty, bound = set(), begun_at_most(self.setting)
+        dirty, bound = set(), begun_at_most(self.setting) if self.doing != "validate" else 0
         while len(self.missing) < self.setting.concurrency and self.begun < bound:
             group = next(self.source)
             self.begun += 1
@@ -299,6 +303,8 @@ class Loop:
         elif doing == "lend":
             self._switch(True)
             self._next_version()
+        elif doing == "validate":
+            self.doing, self.wait_from, self.room = "wait", None, True
         else:
             self.doing, self.wait_from = "wait", None
 
@@ -334,10 +340,11 @@ class Loop:
             seconds = self.now - self.mark
             decoded = sum(replica.decoded + sum(replica.tokens_of(run) - run.base for run in replica.running.values())
                           for replica in self.replicas)
+            rollout = (None,) * 3 if self.disturbed else (  # as algo/overlap_signals.py has it
+                seconds, decoded - self.decoded - self.left_out_tokens, self.inflight_s / seconds)
             change = self.controller.observe(Window(
-                self.version, seconds, decoded - self.decoded - self.left_out_tokens, self.inflight_s / seconds,
-                self.finished_tokens / self.finished if self.finished else None, self.trained_tokens, self.train_s,
-                self.case.sync_s + self.roles.switched,
+                self.version, *rollout, self.finished_tokens / self.finished if self.finished else None,
+                self.trained_tokens, self.train_s, self.case.sync_s + self.roles.switched,
                 *pace_of(vars(replica.pace) for replica in self.replicas), self.pause_s, self.waited_s,
                 self.aged / self.trained_tokens,
                 null_share=spare_share(self.case.null_groups, self.judged_nulls, self.judged)))
@@ -349,6 +356,9 @@ class Loop:
         self._window()
         self.begun, self.room = len(self.missing) + len(self.queue), True
         self.doing, self.wait_from = "wait", None
+        self.disturbed = self.case.validation_s > 0 and self.version % VALIDATED == 0
+        if self.disturbed:
+            self._busy("validate", self.case.validation_s)
 
     def _window(self) -> None:
         self.mark, self.inflight_s, self.finished, self.finished_tokens = self.now, 0.0, 0, 0

@@ -11,6 +11,7 @@ import pytest
 
 from esgrpo import engine, records
 from esgrpo.call import wrapped
+from esgrpo.hooks.verl import owned
 from esgrpo.hooks.verl.metrics import loop_events, rollouter_windows
 from esgrpo.hooks.verl.run import stop_after_step, stop_request
 
@@ -49,14 +50,16 @@ def test_a_step_of_the_trainer_is_accounted_for(run_dir):
     now = time.time()
     loop_events.note([{**row, "ended": now - 8.0 - 2 * index} for index, row in enumerate(TRAINED)])
     made._fit_postprocess_step()
+    owned.of(made, owned.Steps).ended -= 30.0  # of the next one, of which 10 s are in verl's timer
     made._fit_postprocess_step()
     first, then = records.read(run_dir, "events")
-    assert first["spent"] == pytest.approx({"wait": 4.0, "sync": 1.5, "train": 4.0, "other": 0.5})
+    assert first["spent"] == pytest.approx({"wait": 4.0, "sync": 1.5, "train": 4.0, "validation": 0.0, "other": 0.5})
+    assert then["spent"]["validation"] == pytest.approx(20.0, abs=1.0)
     assert (first["side"], first["version"], first["groups"], first["tokens"]) == ("train", 3, 4, 8)
     assert first["age"] == pytest.approx((1 * 2 + 0 * 4 + 2 * 2) / 8)  # trained under version 2
     assert (first["loss"], first["grad_norm"], first["entropy"], first["kl"]) == (0.25, None, 1.5, None)
     assert first["queued_s"] == pytest.approx(3.0, abs=0.5)  # collected 4 s after the step began, 10 s ago
-    assert then["start"] == pytest.approx(first["start"] + first["seconds"])
+    assert then["start"] == pytest.approx(first["start"] + first["seconds"] - 30.0)
     assert then["tokens"] == 0 and then["age"] is None and then["queued_s"] is None
     told = loop_events.take_metrics()  # with the next step, as verl has logged this one
     assert told["esgrpo/overlap/trainer/wait"] == pytest.approx(then["spent"]["wait"] / then["seconds"])

@@ -271,6 +271,17 @@ def test_falls_back_when_the_law_is_wrong():
     assert all(later - earlier >= HOLD * 2**at for at, (earlier, later) in enumerate(itertools.pairwise(back)))
 
 
+def test_young_tokens_of_a_first_batch_do_not_make_an_old_setting_look_good():
+    """From a staleness of 8: a run's first tokens are of the weights that train on them, later ones are not."""
+    control = controller(Setting(64, 8.0, 16))
+    changes = []
+    for version in range(60):
+        window = played(version, control.setting, RATES)
+        changes.append(control.observe(replace(window, age=min(window.age, version + 0.0))))
+    causes = [change.cause for change in changes if change]
+    assert causes and Cause.NO_GAIN not in causes and control.setting.staleness < 4
+
+
 def test_stays_when_the_law_is_right():
     control = controller()
     assert Cause.NO_GAIN not in [change.cause for change in run(control, RATES, range(100)) if change]

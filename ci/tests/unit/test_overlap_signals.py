@@ -18,6 +18,7 @@ from esgrpo.algo.overlap_signals import (
     pause,
     start_of,
     to_begin,
+    validation,
     window,
 )
 
@@ -62,6 +63,16 @@ def test_a_window_adds_up_the_batches_of_a_version():
         group_tokens=200.0, trained_tokens=3200,
         train_s=6.0, sync_s=3.0, wait_s=2.0, age=1.25 * 2 + 0.5, entropy=0.9, loss=0.1, kl=None, grad_norm=2.0)
     assert window(7, ROLLOUT, [step(entropy=0.3)], 8).entropy == 0.3  # the trainer's own is exact
+
+
+def test_a_validation_is_no_weight_sync_and_no_rate_of_rollout():
+    steps = [step(validation=40.0), step()]
+    found = window(7, ROLLOUT, steps, 8)
+    assert validation(steps) == 40.0 and found.sync_s == 1.0 and found.seconds == 10.0
+    after = window(8, ROLLOUT, [step()], 8, validation(steps))
+    assert (after.seconds, after.tokens, after.in_flight, after.step_s, after.null_share) == (None,) * 5
+    assert after.train_s == 3.0 and after.trained_tokens == 800
+    assert window(8, ROLLOUT, [step()], 8, 0.1) == window(8, ROLLOUT, [step()], 8)  # a hundredth disturbs nothing
 
 
 def test_tokens_of_groups_that_nobody_trains_are_not_rollouts():

@@ -302,9 +302,13 @@ class Controller:
         if seconds is None or trained is None:
             return True
         age, now = number(window.age, 0.0), forecast(self.setting, rates, self.limits, scale)
-        fresh = trained / seconds * now.useful * math.exp(-(now.age if age is None else age) / scale)
+        learns = self.setting == self.start and len(self._base) < BASE
+        # a run's first tokens are younger than its setting makes them: by their own age a staleness of 8 looked five
+        # times as good as it is, and what left it was taken back
+        age = now.age if age is None else max(age, now.age) if learns else age
+        fresh = trained / seconds * now.useful * math.exp(-age / scale)
         expected = rates.group_tokens * forecast(self.start, rates, self.limits, scale).fresh
-        if self.setting == self.start and len(self._base) < BASE:
+        if learns:
             self._base.append(fresh / max(expected, TINY))
             return True
         self._fresh = _smooth(self._fresh, fresh)

@@ -13,6 +13,7 @@ from esgrpo.algo.overlap_law import TINY, Limits, Setting
 
 CONCURRENCY, STALENESS, TRIGGER = "concurrency", "staleness", "trigger"  # fields of Setting
 THRESHOLD = "max_off_policy_threshold"  # of verl's v1 replay buffer: weight versions that a trained group may span
+DISTURBS = 0.05  # of a window's time; a validation that is longer changes what the window tells of rollout
 ROOM = 2  # of these: the one that a group is begun in, and one that a straggler may take beyond its batch
 
 
@@ -123,10 +124,20 @@ def pause(windows: Sequence[Mapping]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def window(version: int, rollout: Rollout | None, steps: Sequence[Mapping], mini_batch: int) -> Window:
-    """Of one weight version. `steps`: rows of kind `events` of the trainer's batches, the last one ends it."""
+def validation(steps: Sequence[Mapping]) -> float:
+    """Seconds that the trainer's batches were held up by validation and checkpoints."""
+    return sum(step["spent"].get("validation", 0.0) for step in steps)
+
+
+def window(version: int, rollout: Rollout | None, steps: Sequence[Mapping], mini_batch: int,
+           validated_s: float = 0.0) -> Window:
+    """Of one weight version. `steps`: rows of kind `events` of the trainer's batches, the last one ends it.
+
+    validated_s: seconds of validation that rollout's time began with. verl validates after a weight sync, on the
+    replicas, and its rollouter begins nothing meanwhile: what such a version tells of rollout is no rate of it.
+    """
     found = Window(version=version)
-    if rollout is not None:
+    if rollout is not None and validated_s <= DISTURBS * (rollout.seconds or 0.0):
         found = replace(found, seconds=rollout.seconds, tokens=rollout.tokens, in_flight=rollout.in_flight,
                         step_s=rollout.step_s, decode_level=rollout.decode_level, pause_s=rollout.pause_s,
                         entropy=rollout.surprisal, null_share=rollout.null_share)

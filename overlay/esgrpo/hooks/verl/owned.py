@@ -124,6 +124,7 @@ class Overlap:
     controller: Controller | None = None  # None before the first weight version
     applied: Setting | None = None  # what is in force
     change: Change | None = None  # decided last
+    validated_s: float = 0.0  # seconds of validation after the last weight sync
 
 
 @dataclass

@@ -20,7 +20,8 @@ GAP = 2
 MOVES = 5
 BLOCKS = "▁▂▃▄▅▆▇█"
 PARTS = {"busy": ("█", "green"), "train": ("█", "green"), "wait": ("░", "red"), "idle": ("░", "red"),
-         "sync": ("▒", "yellow"), "other": ("▓", "bright_black")}  # told apart without colours, too
+         "sync": ("▒", "yellow"), "validation": ("▞", "magenta"),
+         "other": ("▓", "bright_black")}  # told apart without colours, too
 UNNAMED_PART = ("▚", "blue")
 FULL, FREE, FILL_WIDTH = "█", "·", 20
 LEAST_BAR, MOST_BAR, BARS = 12, 24, 6  # columns; a bar takes one of so many parts of the width

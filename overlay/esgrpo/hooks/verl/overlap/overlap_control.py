@@ -59,8 +59,9 @@ def at_weight_version(trainer) -> None:
             control.controller = controller_for(trainer, rollout)
             control.applied = control.controller.start
         return
+    validated_s, control.validated_s = control.validated_s, overlap_signals.validation(events)
     window = overlap_signals.window(trainer.current_param_version, rollout, events,
-                                    control.controller.limits.mini_batch)
+                                    control.controller.limits.mini_batch, validated_s)
     at_version.follow(control, window, rollout and rollout.left, lambda setting: _move(trainer, setting))
     decision_counts.write("trainer", decision_counts.counts)
 

@@ -63,9 +63,11 @@ def at_weight_version(trainer) -> None:
         control.applied = control.controller.start
         return
     event, limits = events[-1], control.controller.limits
-    in_flight = overlap_signals.decoding(windows, event.seconds, trainer.config.actor_rollout_ref.rollout.n)
-    rollout = overlap_signals.measured(control.applied.concurrency, windows, event.seconds, in_flight)
-    window = overlap_signals.window(trainer.global_steps - 1, rollout, events, limits.mini_batch)
+    validated_s, control.validated_s = control.validated_s, overlap_signals.validation(events)
+    seconds = event.seconds - control.validated_s  # the engines' windows end before it
+    in_flight = overlap_signals.decoding(windows, seconds, trainer.config.actor_rollout_ref.rollout.n)
+    rollout = overlap_signals.measured(control.applied.concurrency, windows, seconds, in_flight)
+    window = overlap_signals.window(trainer.global_steps - 1, rollout, events, limits.mini_batch, validated_s)
     at_version.follow(control, window, None, lambda setting: _move(trainer, control.applied, setting, limits))
 
 
