@@ -25,7 +25,8 @@ TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h20
 CPU = ("ablation_search.json", "ablation_chain.json")
 # records of overlap control: names of its fixed settings; the second without learning
 OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json"), ("fixed 8, 0.5", "fixed 24, 2"))
-OVERLAP_V1 = {"overlap_cpu_v1.json": ("fixed 0.5", "fixed 2")}
+OVERLAP_V1 = dict.fromkeys(("overlap_cpu_v1.json", "overlap_cpu_v1_two_seeds.json"), ("fixed 0.5", "fixed 2"))
+OVERLAP_GPU = "train_h100_overlap.json"  # two starts beside three fixed settings, ten runs at once on two H100s
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
 # memory for about half of what would run; rivals with headroom, too; four updates, and eight
 SEVEN_B = "engine_h200_7b.jsonl"
@@ -159,14 +160,12 @@ def _parts() -> dict[str, str]:
     def end(arms: dict[str, dict], name: str) -> str:
         return f"{arms[name]['held-out reward, last']:.2f}"
 
-    controlled = next(name for name in left_out if name.startswith("all overlap"))
     return {"long": both("overlay"), "long_plain": both("plain"),
             "long_useful": " / ".join(times(arms, "overlay", key=USEFUL) for arms in (parts, left_out)),
             "long_no_sampler": end(left_out, "all without sampler"),
             "long_all": end(left_out, "overlay"), "all_times": times(left_out, "overlay"),
             "no_keep_times": times(left_out, "all without keep"),
             "loops_times": times(parts, "C loops"),
-            "control_gpu": times(left_out, controlled, "overlay", "effective tokens/s, later half"),
             "present_times": times(present, "C verdicts", "C loops"), "present_loops": end(present, "C loops"),
             "present_verdicts": end(present, "C verdicts"),
             "present_useful": times(present, "C verdicts", "C loops", USEFUL)}
@@ -280,6 +279,15 @@ def _against_better(half: str, records: dict[str, tuple[str, ...]]) -> list[floa
     return found
 
 
+def _controlled_on_gpus() -> list[float]:
+    """Effective tokens/s, later half, of every controlled run over those of its seed's best fixed setting."""
+    measures = json.loads((RESULTS / OVERLAP_GPU).read_text())["measures"]
+    later = {arm: {seed: row["effective tokens/s, later half"] for seed, row in runs.items()}
+             for arm, runs in measures.items()}
+    return [value / max(runs[seed] for arm, runs in later.items() if "overlap" not in arm and seed in runs)
+            for arm, found in later.items() if "overlap" in arm for seed, value in found.items()]
+
+
 def module_numbers() -> dict[str, str]:
     """Of each module alone on a CPU, and what else the table of modules says."""
     record = json.loads((RESULTS / CPU[0]).read_text())["measures"]
@@ -297,12 +305,13 @@ def module_numbers() -> dict[str, str]:
     at = losses[0].index("held-out reward, end, less vanilla")
     less = {row[1].replace(" ", "_"): row[at] for row in losses[1:]}
     control = {half: _against_better(half, OVERLAP) for half in ("before", "after")}
-    (before, after), = zip(*(_against_better(half, OVERLAP_V1) for half in ("before", "after")), strict=True)
+    control_v1 = " / ".join(spread(_against_better(half, OVERLAP_V1)) for half in ("before", "after"))
     pairs = training_pairs()
     cpu = "CPU of vLLM's server, us a token"
     return {**alone, **left_out, **shares, **less,
             **{f"control_{half}": spread(ratios) for half, ratios in control.items()},
-            "control_runs": str(len(control["before"])), "control_v1": f"{before:.2f} / {after:.2f}",
+            "control_runs": str(len(control["before"])), "control_v1": control_v1,
+            "control_crowd": span(_controlled_on_gpus()),
             "front": span([pair.overlay[cpu] for pair in pairs], 0),
             "front_plain": span([pair.plain[cpu] for pair in pairs], 0)}
 
