@@ -52,6 +52,8 @@ class Case:
     validation_s: float = 0.0  # after every VALIDATED-th weight sync
     start: Setting = START
     settled: bool = False  # only the second half of the run counts
+    by_group: float = 0.0  # of a mini-batch's train time: what does not depend on its tokens
+    noise: float = 0.0  # of a version's train time and of its step times, deviation of their logarithm
     null_share: float = 0.0  # of the groups whose rewards are all alike; they are as long as others
     null_groups: str = NullGroups.TRAIN
     groups: int = GROUPS
@@ -124,6 +126,9 @@ class Loop:
         self.source = iter(prompts(case.workload, begun, case.seed))
         self.rate = train_rate(case)
         self.filter, self.coins = NullFilter(), random.Random(case.seed)
+        self.weather = random.Random(case.seed)
+        self.usual = sum(sample.tokens for group in prompts(case.workload, begun, case.seed)
+                         for sample in group.samples) / begun  # tokens of a group
         self.nulls: set[int] = set()  # groups in flight or waiting that have no gradient
         self.roles = Roles()
         self.where: dict[int, tuple[int, Run]] = {}  # sample -> replica, submission
@@ -149,7 +154,7 @@ class Loop:
                 if self.case.settled:
                     from_s, from_fresh = self.now, self.fresh
                 if self.case.shift != 1:
-                    self._slow()
+                    self._slow(self.case.shift)
             if self.room:
                 self._begin()
             self._collect()
@@ -168,12 +173,15 @@ class Loop:
         self.inflight_s += (then - self.now) * len(self.missing)
         self.now = then
 
-    def _slow(self) -> None:
+    def _slow(self, factor: float) -> None:
         for replica in self.replicas:
             replica.advance(self.now)
-            replica.device = device(SLOWER * self.case.shift)
+            replica.device = device(SLOWER * factor)
             replica.share(replica.company)
         self._look(range(len(self.replicas)))
+
+    def _noise(self) -> float:
+        return math.exp(self.weather.gauss(0, self.case.noise))
 
     def _look(self, places) -> None:
         for place in places:
@@ -272,7 +280,8 @@ class Loop:
             self.batch = [self.queue.popleft() for _ in range(self.setting.trigger)]
             tokens = sum(sum(self.spans[group].values()) for group in self.batch)
             fixed = FIXED_TRAIN * MINI_BATCH / len(self.batch)
-            seconds = tokens * (1 + fixed) / self.rate
+            tokens += self.case.by_group * (self.usual * len(self.batch) - tokens)
+            seconds = tokens * (1 + fixed) / self.rate * self._noise()
             self.train_s += seconds
             self.work_s += seconds
             self._busy("train", seconds)
@@ -296,6 +305,8 @@ class Loop:
         elif doing == "sync":
             self.synced = self.steps
             self.version += 1
+            if self.case.noise:
+                self._slow(self._noise())
             if self.roles.lends(self.setting.trigger):
                 self._busy("lend", ACTIVATE_S)
             else:

@@ -67,6 +67,8 @@ def cases(groups: int = GROUPS, seed: int = 1) -> list[Case]:
     found += [Case(f"math, ratio 1, age scale {scale:g}", 1.0, age_scale=scale) for scale in (2.0, 8.0)]
     found += [Case("math, ratio 1, weight sync 10 s", 1.0, sync_s=10.0),
               Case("math, ratio 1, validation of 60 s every 8 versions", 1.0, validation_s=60.0),
+              *(Case(f"{workload}, ratio {ratio:g}, rates as noisy as on a shared GPU", ratio, workload, by_group=0.8,
+                     noise=0.15) for workload, ratio in (("math", 1.0), ("agentic", 1.5))),
               Case("math, ratio 2, second half, half of the groups left out", 2.0, settled=True, null_share=0.5,
                    null_groups=NullGroups.REPLACE)]
     found += [Case(f"math, ratio 1, second half, from staleness {start.staleness:g}", 1.0, start=start, settled=True)

@@ -17,11 +17,13 @@ from esgrpo.algo.overlap import (
     HOLD,
     LEAST_TRUST,
     LOST,
+    MEMORY,
     PATIENCE,
     TIGHTEN,
     WATCHED,
     Cause,
     Controller,
+    Training,
     Watch,
     Window,
 )
@@ -254,6 +256,20 @@ def test_what_a_larger_batch_costs_is_known_before_any_move():
     level, slope = control.rates.decode
     assert slope / level == pytest.approx(RATES.decode[1] / RATES.decode[0])
     assert level == pytest.approx(RATES.decode[0], rel=0.1)
+
+
+def test_time_that_tokens_do_not_explain_is_spread_over_a_larger_trigger_only_once_one_was_seen():
+    """Eight groups train in as long whatever their tokens: of a first line that is all level."""
+    training, rng = Training(), random.Random(1)
+    for _ in range(MEMORY):
+        training.add(8, 8e4 * math.exp(rng.gauss(0, 0.4)), 8.0)
+    level, slope = training.fit(1e4)
+    assert level <= 0.1 * 8.0 * 1.05 and level + slope * 8e4 == pytest.approx(8.0, rel=0.05)
+    assert training.line.fit()[0] > 4.0  # what would have halved the time of a group at twice the trigger
+    for _ in range(3):
+        training.add(16, 16e4, 9.0)  # and here it does
+    level, slope = training.fit(1e4)
+    assert level > 4.0 and level + slope * 16e4 == pytest.approx(9.0, rel=0.1)
 
 
 def test_falls_back_when_the_law_is_wrong():

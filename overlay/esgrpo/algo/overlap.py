@@ -5,7 +5,8 @@ The law, and what its letters mean, is algo/overlap_law.py's; here stands what f
 Feed-forward. b / a is that of the engines' own steps over their batch, which fills and drains in every version: no move
 is needed to learn what more in flight costs. a is the time of such a step, of which QUICK is taken over at once, times
 the steps that a token of a group in flight takes, whose mean moves by SMOOTH. Train time is a line over the last
-MEMORY versions; two in a row that are JUMP off it mean another speed, and rescale it.
+MEMORY versions; two in a row that are JUMP off it mean another speed, and rescale it. What it has beside tokens is a
+trigger's own, d, only as far as believed, until triggers of two sizes were seen.
 
 Feedback. h starts at FIRST_STOCK; while training is the slower side it falls by LESS in a version in which the trainer
 hardly waited for groups, and rises by MORE in one in which it did. `trust` falls by TIGHTEN when entropy falls or loss,
@@ -142,6 +143,28 @@ class Line:
 
 
 @dataclass
+class Training:
+    """The law's d + e tokens, of a trigger. While all of the last batches have one number of groups, what their time
+    does not owe to tokens is taken for their groups' own (rows, micro-batches, optimiser steps), up to what a line
+    believes: only batches of another size tell what a trigger costs by itself, and may be spread over."""
+
+    line: Line = field(default_factory=lambda: Line(TRAIN_LEVEL))
+    sizes: deque = field(default_factory=lambda: deque(maxlen=MEMORY))  # groups of a trigger
+
+    def add(self, groups: int, tokens: float, seconds: float) -> None:
+        self.sizes.append(groups)
+        self.line.add(tokens, seconds)
+
+    def fit(self, group_tokens: float) -> tuple[float, float]:
+        level, slope = self.line.fit()
+        if len(set(self.sizes)) > 1:
+            return level, slope
+        usual = group_tokens * self.sizes[-1]
+        own = max(0.0, level - self.line.share * (level + slope * usual))
+        return level - own, slope + own / usual
+
+
+@dataclass
 class Decoding:
     """The law's a + b f. It grows with f as the steps of the engines do with their batch; their speed is followed at
     once, and slowly how many of them a token of a group in flight takes."""
@@ -208,7 +231,7 @@ class Controller:
         self.start = self.setting = limits.within(start.concurrency, limits.in_process(start), start.trigger)
         self.trust = 1.0
         self.watches = {"entropy": Watch(False, True), "loss": Watch(True), "kl": Watch(True), "grad_norm": Watch(True)}
-        self._decode, self._train = Decoding(), Line(TRAIN_LEVEL)
+        self._decode, self._train = Decoding(), Training()
         self._group_tokens: float | None = None
         self._sync = self._pause = 0.0
         self._stock, self._null_share = FIRST_STOCK, 0.0
@@ -224,9 +247,10 @@ class Controller:
     @property
     def rates(self) -> Rates | None:
         """None before all that the law needs was measured once."""
-        if self._group_tokens is None or self._decode.level is None or not self._train.points:
+        if self._group_tokens is None or self._decode.level is None or not self._train.line.points:
             return None
-        return Rates(self._group_tokens, self._decode.fit(), self._train.fit(), self._sync, self._pause, self._stock,
+        train = self._train.fit(self._group_tokens)
+        return Rates(self._group_tokens, self._decode.fit(), train, self._sync, self._pause, self._stock,
                      self._null_share)
 
     def observe(self, window: Window) -> Change | None:
@@ -282,7 +306,7 @@ class Controller:
                              number(window.step_s, TINY), number(window.decode_level, 0.0))
         if trained and train:
             triggers = self.limits.triggers_per_version
-            self._train.add(trained / triggers, train / triggers)
+            self._train.add(self.setting.trigger, trained / triggers, train / triggers)
         known = bool(seconds and tokens and inflight and trained and train)
         wait = number(window.wait_s, 0.0)
         if known and wait is not None and self.rates is not None:
