@@ -145,8 +145,8 @@ class Line:
 @dataclass
 class Training:
     """The law's d + e tokens, of a trigger. While all of the last batches have one number of groups, what their time
-    does not owe to tokens is taken for their groups' own (rows, micro-batches, optimiser steps), up to what a line
-    believes: only batches of another size tell what a trigger costs by itself, and may be spread over."""
+    does not owe to tokens is a trigger's own only as far as a line believes, and else their groups' (rows,
+    micro-batches, optimiser steps): only batches of another size tell what a larger one would save."""
 
     line: Line = field(default_factory=lambda: Line(TRAIN_LEVEL))
     sizes: deque = field(default_factory=lambda: deque(maxlen=MEMORY))  # groups of a trigger

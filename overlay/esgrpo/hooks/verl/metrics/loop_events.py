@@ -20,7 +20,6 @@ SIGNALS = {"loss": ("actor/pg_loss", "actor/loss"), "grad_norm": ("actor/grad_no
            "kl": ("actor/ppo_kl", "actor/kl_loss")}  # ours -> verl's, the first that is there
 V1_TRAINS = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # verl's timers
 V1_SYNCS = ("update_weights", "switch_to_rollout", "switch_to_trainer")
-V1_VALIDATES = ("testing", "save_checkpoint")
 V1_WAITS = ("gen", "switch_wait")  # the latter while the trainer's replicas are lent to rollout
 _trained: list[Mapping] = []  # rows of the batch in hand
 _untold: dict[str, float] = {}  # metrics of the step that ended after verl had logged it
@@ -56,7 +55,7 @@ def of_v1(trainer, rows: list[Mapping], timing: Mapping[str, float], metrics: Ma
     """At the end of a step of a v1 trainer; `rows` were trained in it, `timing` and `metrics` are verl's of it.
 
     The step trains under the weights of the version before its own. What waits for groups is `gen`, under
-    `trainer_mode=sync` all of generation; "validation" holds checkpoints, too.
+    `trainer_mode=sync` all of generation; checkpoints are "other".
     """
     from esgrpo.hooks.verl import owned
 
@@ -66,7 +65,7 @@ def of_v1(trainer, rows: list[Mapping], timing: Mapping[str, float], metrics: Ma
     spent = accounting.spent_on(now - start, {
         "wait": sum(timing.get(key, 0.0) for key in V1_WAITS), "sync": sum(timing.get(key, 0.0) for key in V1_SYNCS),
         "train": sum(timing.get(key, 0.0) for key in V1_TRAINS),
-        "validation": sum(timing.get(key, 0.0) for key in V1_VALIDATES)}, "other")
+        "validation": timing.get("testing")}, "other")
     once = getattr(trainer, "parameter_sync_step", 1) == 1  # else nobody knows when each batch was taken
     event = LoopEvent(
         side="train", version=trainer.global_steps, start=start, seconds=now - start, spent=spent,
@@ -111,7 +110,8 @@ def write_rollout(rollouter, event: LoopEvent | None, windows: list[Mapping]) ->
 
 
 def of_trainer(trainer) -> None:
-    """At the end of a step, when its metrics are whole. After verl's timer of it come validation and checkpoints."""
+    """At the end of a step, when its metrics are whole. After verl's timer of it come validation, checkpoints
+    and metrics, none of which it times."""
     from esgrpo.hooks.verl import owned
 
     steps, now = owned.of(trainer, owned.Steps), time.time()
@@ -122,7 +122,7 @@ def of_trainer(trainer) -> None:
     spent = accounting.spent_on(now - start, {
         "wait": metrics.get("fully_async/total_wait_time"), "sync": timing.get("timing_s/param_sync"),
         "train": sum(timing.get(key, 0.0) for key in getattr(trainer, "_TRAIN_COMPUTE_TIMING_KEYS", ())),
-        "validation": now - start - timing.get("step", now - start)}, "other")  # verl has no timer of it
+        "validation": now - start - timing.get("step", now - start)}, "other")
     event = LoopEvent(
         side="train", version=trainer.current_param_version, start=start, seconds=now - start, spent=spent,
         groups=trainer.required_samples, tokens=sum(row["tokens"] for row in _trained if not row["pruned"]),
