@@ -117,6 +117,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
     compare.add_target_option(parser)
     options = parser.parse_args(argv)
+    options.arms = ",".join(name.strip() for name in options.arms.split(","))
     _settle(parser, options)
     return options
 

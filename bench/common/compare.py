@@ -47,6 +47,7 @@ class Result:
     decoded: int
     effective_per_s: float  # and device
     effective_later: float  # in the later half of the budget, of all devices
+    batches_later: Batches
     tail_ratio: float
     lengths: list[int]
     curves: dict  # of esgrpo.tools.report.runs
@@ -59,6 +60,15 @@ class Result:
     peak_bytes: int  # memory of all processes; 0 where it was not recorded
     visits: Visits
     right: Right
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Of what the trainer took in the later half of the budget, with a gradient or without; None: it told nothing."""
+
+    tokens_per_s: float | None
+    age: float | None  # weight versions between making a token and training on it, mean
+    waited: float | None  # share of the trainer's time in which it had no batch
 
 
 @dataclass(frozen=True)
@@ -173,6 +183,16 @@ def _windows(rows: list[dict]) -> dict[str, float]:
     return bubble(rows, sum(paused.values()))
 
 
+def batches_of(rows: Sequence[Mapping]) -> Batches:
+    """`rows`: of kind `events`, those of the trainer count."""
+    steps = [row for row in rows if row["side"] == "train"]
+    seconds, tokens = sum(row["seconds"] for row in steps), sum(row["tokens"] or 0 for row in steps)
+    aged = [(row["age"], row["tokens"]) for row in steps if row["age"] is not None and row["tokens"]]
+    return Batches(tokens / seconds if tokens else None,
+                   sum(age * count for age, count in aged) / sum(count for _, count in aged) if aged else None,
+                   sum(row["spent"]["wait"] for row in steps) / seconds if seconds else None)
+
+
 def load(run_dir: Path, target: float, devices: int = 2) -> Result:
     """Everything that ended between ready and the end of the budget; `target` is that of all arms of the comparison."""
     arm = json.loads((run_dir / "arm.json").read_text())
@@ -207,6 +227,7 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
         gradient_groups=len({books.response_of(r)[:-1] for r in settled if r["trained"] and r["gradient"]}),
         decoded=sum(r["tokens"] for r in responses),
         effective_per_s=balance["trained"] / ((end - ready) * devices), effective_later=later["trained"] / (end - half),
+        batches_later=batches_of([row for row in read(str(run_dir), "events") if half < row["time"] <= end]),
         tail_ratio=tail_ratio(times),
         lengths=[r["tokens"] for r in responses],
         curves={**runs.curves(evaluations, windows, rows, ready, target),

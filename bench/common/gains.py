@@ -26,7 +26,7 @@ CPU = ("ablation_search.json", "ablation_chain.json")
 # records of overlap control: names of its fixed settings; the second without learning
 OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json"), ("fixed 8, 0.5", "fixed 24, 2"))
 OVERLAP_V1 = dict.fromkeys(("overlap_cpu_v1.json", "overlap_cpu_v1_two_seeds.json"), ("fixed 0.5", "fixed 2"))
-OVERLAP_GPU = "train_h100_overlap.json"  # two starts beside three fixed settings, ten runs at once on two H100s
+OVERLAP_GPU = "train_h100_overlap_cured.json"  # two starts beside two fixed settings, eight runs at once on two H100s
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
 # memory for about half of what would run; rivals with headroom, too; four updates, and eight
 SEVEN_B = "engine_h200_7b.jsonl"
@@ -279,13 +279,16 @@ def _against_better(half: str, records: dict[str, tuple[str, ...]]) -> list[floa
     return found
 
 
-def _controlled_on_gpus() -> list[float]:
-    """Effective tokens/s, later half, of every controlled run over those of its seed's best fixed setting."""
+def _controlled_on_gpus() -> dict[str, str]:
+    """Beside fixed 2 and 4: ratios within a seed of effective tokens/s in the later half, and the last rewards."""
     measures = json.loads((RESULTS / OVERLAP_GPU).read_text())["measures"]
-    later = {arm: {seed: row["effective tokens/s, later half"] for seed, row in runs.items()}
-             for arm, runs in measures.items()}
-    return [value / max(runs[seed] for arm, runs in later.items() if "overlap" not in arm and seed in runs)
-            for arm, found in later.items() if "overlap" in arm for seed, value in found.items()]
+    later, reward = "effective tokens/s, later half", "held-out reward, last"
+    controlled = [(seed, row) for arm, runs in measures.items() if "overlap" in arm for seed, row in runs.items()]
+    fixed = {"2": measures["all"], "4": measures["all staleness=4"]}
+    return {**{f"control_to_{name}": span(row[later] / runs[seed][later] for seed, row in controlled if seed in runs)
+               for name, runs in fixed.items()},
+            "control_reward": span(row[reward] for _, row in controlled),
+            "control_reward_fixed": span(row[reward] for runs in fixed.values() for row in runs.values())}
 
 
 def module_numbers() -> dict[str, str]:
@@ -311,7 +314,7 @@ def module_numbers() -> dict[str, str]:
     return {**alone, **left_out, **shares, **less,
             **{f"control_{half}": spread(ratios) for half, ratios in control.items()},
             "control_runs": str(len(control["before"])), "control_v1": control_v1,
-            "control_crowd": span(_controlled_on_gpus()),
+            **_controlled_on_gpus(),
             "front": span([pair.overlay[cpu] for pair in pairs], 0),
             "front_plain": span([pair.plain[cpu] for pair in pairs], 0)}
 

@@ -61,6 +61,9 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         "decoded tokens/s": result.decoded / result.seconds,
         "effective tokens/s": result.balance["trained"] / result.seconds,
         "effective tokens/s, later half": result.effective_later,
+        "trained tokens/s, later half": result.batches_later.tokens_per_s,
+        "age of a trained token, later half, versions": result.batches_later.age,
+        "trainer without a batch, later half": result.batches_later.waited,
         "groups with gradient/s": result.gradient_groups / result.seconds,
         "decoded tokens per group with gradient": result.decoded / result.gradient_groups if result.gradient_groups
         else None,

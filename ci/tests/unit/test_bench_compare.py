@@ -51,6 +51,16 @@ def test_what_a_group_with_gradient_costs_and_what_the_later_half_brings(tmp_pat
     assert result.effective_later == pytest.approx(100 / (seconds / 2))
 
 
+def test_what_the_trainer_took_in_the_later_half():
+    def row(tokens, age, seconds, wait, side="train"):
+        return {"side": side, "tokens": tokens, "age": age, "seconds": seconds, "spent": {"wait": wait}}
+
+    rows = [row(100, 1.0, 10.0, 1.0), row(300, 3.0, 10.0, 4.0), row(None, None, 5.0, 0.0),
+            row(999, None, 25.0, 25.0, "rollout")]
+    assert compare.batches_of(rows) == compare.Batches(tokens_per_s=16.0, age=2.5, waited=0.2)
+    assert compare.batches_of(rows[-1:]) == compare.Batches(None, None, None)
+
+
 def test_what_a_prompt_brought_at_its_last_visit_and_at_its_first():
     scored = [("p", "late", 5.0, 1.0), ("p", "late", 5.1, 1.0), ("p", "first", 1.0, 0.0), ("p", "first", 1.1, 1.0),
               ("p", "between", 3.0, 0.0), ("q", "once", 2.0, 1.0), ("r", "1", 1.0, 1.0), ("r", "2", 2.0, 0.75)]

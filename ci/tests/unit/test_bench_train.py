@@ -187,6 +187,11 @@ def test_all_without_a_module_lacks_it_and_nothing_else(arm):
     assert len(changed) == 1
 
 
+def test_arms_may_stand_apart():
+    options = train.parse(["--arms", "plain, overlay staleness=4 ,all"])
+    assert options.arms.split(",") == ["plain", "overlay staleness=4", "all"]
+
+
 def test_all_arms_race_to_the_same_rewards_and_are_compared_at_equal_samples(tmp_path):
     options = train.parse([*SMOLLM2, "--out", str(tmp_path)])
     assert options.targets == compare.PRETRAINED_TARGETS == train.parse(
