@@ -1,5 +1,6 @@
 """Fixtures that several tests share: the overlay's place and a clean interpreter beside this one."""
 
+import gc
 import json
 import os
 import subprocess
@@ -81,6 +82,12 @@ def forked_python(_forking, clean_environment):
         return done
 
     return run
+
+
+def pytest_collection_finish(session):
+    """Thousands of tests and the libraries of their modules live to the end: the collector need not walk them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_itemcollected(item):

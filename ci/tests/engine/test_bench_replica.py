@@ -3,6 +3,7 @@ of engines, driver and ledger agree while requests are aborted, kept, moved, pru
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
 import random
@@ -28,7 +29,9 @@ ROOMY, TIGHT = 4000, 45  # KV blocks of 16 tokens; a request of 256 + 200 tokens
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def fleets(request):
-    return {blocks: LocalFleet(REPLICAS, request.param, SEQUENCES, LENGTH, blocks) for blocks in (ROOMY, TIGHT)}
+    made = {blocks: LocalFleet(REPLICAS, request.param, SEQUENCES, LENGTH, blocks) for blocks in (ROOMY, TIGHT)}
+    gc.freeze()  # every run begins with a collection, which would walk all of torch and vLLM
+    return made
 
 
 @pytest.fixture(autouse=True)
