@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import pickle
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -206,13 +205,9 @@ async def start(directory: Path, dies_after: int) -> tuple[list[int], list[str]]
     return trained, names
 
 
-def shipped(directory: Path) -> dict[str, list[str]]:
-    """Slugs that arrive in a process without hooks of its own: Ray pickles these classes by value."""
-    file = directory / "classes"
+def ship(file: Path) -> None:
+    """What is to arrive in a process without hooks of its own: Ray pickles these classes by value."""
     file.write_bytes(ray.cloudpickle.dumps({"rollouter": Rollouter, "trainer": Trainer}))
-    done = subprocess.run([sys.executable, __file__, "--load", file], env={**os.environ, "ESGRPO_ENABLE": "0"},
-                          capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def carried(path: str) -> dict[str, list[str]]:
@@ -240,8 +235,8 @@ def main():
         trained, ids = asyncio.run(asyncio.wait_for(start(directory / "checkpoints", checkpoints), 60))
         counts.update(trained)
         names.append(ids)
-    answer = {"trained": {str(number): times for number, times in counts.items()}, "names": names,
-              "shipped": shipped(directory)}
+    ship(directory / "classes")
+    answer = {"trained": {str(number): times for number, times in counts.items()}, "names": names}
     if hooked:
         from esgrpo import records
         from esgrpo.tools import books

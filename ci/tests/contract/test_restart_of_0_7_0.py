@@ -22,14 +22,19 @@ def tree(tmp_path_factory):
 
 @pytest.fixture
 def chain(forked_python, overlay, tree, tmp_path):
-    """(answer of the probe, lines of ours), with the overlay or without; one child process each."""
+    """(answer of the probe, lines of ours), with the overlay or without; one child process each, and one that loads
+    what it ships."""
+    def probe(*arguments, enable: str):
+        done = forked_python(HERE / "restart_probe.py", *arguments, path=(tree, overlay, HERE),
+                             ESGRPO_RUN_DIR=str(tmp_path), ESGRPO_FEATURES="observe", ESGRPO_ENABLE=enable,
+                             ESGRPO_SEGMENT='{"enable": true}')
+        return json.loads(done.stdout.splitlines()[-1]), done.stderr.splitlines()
+
     def run(enable: str):
         if enable not in _answers:
-            done = forked_python(HERE / "restart_probe.py", tmp_path, path=(tree, overlay, HERE),
-                                 ESGRPO_RUN_DIR=str(tmp_path), ESGRPO_FEATURES="observe", ESGRPO_ENABLE=enable,
-                                 ESGRPO_SEGMENT='{"enable": true}')
-            said = [line for line in done.stderr.splitlines() if line.startswith("esgrpo: ")]
-            _answers[enable] = json.loads(done.stdout.splitlines()[-1]), said
+            answer, lines = probe(tmp_path, enable=enable)
+            answer["shipped"], _ = probe("--load", tmp_path / "classes", enable="0")
+            _answers[enable] = answer, [line for line in lines if line.startswith("esgrpo: ")]
         return _answers[enable]
 
     return run

@@ -23,6 +23,7 @@ KINDS = {  # patches, and whether the overlay is loaded
     "alone": (release_0_7_0.SLUGS, False),
     "repaired": (REPAIRS, True),
 }
+SHIPPED = ("full", "alone")  # those whose classes are looked at in another process
 _answers: dict[str, dict] = {}
 
 
@@ -32,10 +33,18 @@ def answers(forked_python, overlay, tmp_path_factory):
         if kind not in _answers:
             slugs, loaded = KINDS[kind]
             tree = release_0_7_0.whole_tree(tmp_path_factory.mktemp(kind), slugs)
-            done = forked_python(HERE / "segment_path_probe.py", *CASES, "by-value",
-                                 path=(tree, overlay, HERE), ESGRPO_FEATURES="observe,segment,prune,yield",
-                                 ESGRPO_ENABLE="1" if loaded else "0")
-            _answers[kind] = json.loads(done.stdout.splitlines()[-1])
+            file = tmp_path_factory.mktemp("shipped") / "class"
+
+            def probe(*arguments, enable):
+                done = forked_python(HERE / "segment_path_probe.py", *arguments, path=(tree, overlay, HERE),
+                                     ESGRPO_FEATURES="observe,segment,prune,yield", ESGRPO_ENABLE=enable,
+                                     PROBE_SHIPPED=str(file))
+                return json.loads(done.stdout.splitlines()[-1])
+
+            ships = ["by-value"] if kind in SHIPPED else []
+            _answers[kind] = probe(*CASES, *ships, enable="1" if loaded else "0")
+            if ships:
+                _answers[kind]["by-value"]["carried"] = probe("--load", file, enable="0")
         return _answers[kind]
 
     return of
