@@ -76,7 +76,7 @@ def test_a_cell_says_how_many_hooks_act_and_is_red_when_the_count_is_wrong(trees
 
 @pytest.mark.parametrize("hook", HOOKS, ids=[hook.slug for hook in HOOKS])
 def test_one_changed_line_turns_its_cell_red_and_names_the_hook(trees, hook):
-    version, other = RELEASES[hook.upstream], next(name for name in RELEASES if name != hook.upstream)
+    version = RELEASES[hook.upstream]
     module, _, qualname = hook.target.partition(":")
     path = Path(fingerprint.source_file(module, [str(trees[hook.upstream])]))
     text = path.read_text(encoding="utf-8")
@@ -90,7 +90,22 @@ def test_one_changed_line_turns_its_cell_red_and_names_the_hook(trees, hook):
         assert state == drift.CHANGED
     finally:
         path.write_text(text, encoding="utf-8")
-    assert cells.fingerprints_in(other, RELEASES[other], trees[other]).state == cells.PASS
+
+
+def test_what_is_damaged_is_whole_again(trees):
+    """Nothing of the tests above is left, and no cell of one upstream looks at the other's tree."""
+    test_undamaged_trees_are_green(trees)
+    for upstream, version in RELEASES.items():
+        other = next(name for name in RELEASES if name != upstream)
+        hook = next(hook for hook in HOOKS if hook.upstream == upstream)
+        path = Path(fingerprint.source_file(hook.target.partition(":")[0], [str(trees[upstream])]))
+        text = path.read_text(encoding="utf-8")
+        try:
+            damage(path, hook.target.partition(":")[2])
+            assert cells.fingerprints_in(upstream, version, trees[upstream]).state == cells.FAIL
+            assert cells.fingerprints_in(other, RELEASES[other], trees[other]).state == cells.PASS
+        finally:
+            path.write_text(text, encoding="utf-8")
 
 
 def test_a_moved_and_a_gone_target(trees, tmp_path):
