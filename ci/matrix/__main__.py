@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from ci.matrix import cells
+from ci.matrix import cells, lanes
 from ci.matrix.cells import FAIL, KINDS, NOT_RUN, PASS, ROOT, Outcome
 from esgrpo import compat
 from esgrpo.tools import upstreams
@@ -67,7 +67,8 @@ class Driver:
         self.waiting = list(rows)
         self.width = max(len(row.cell) for row in rows)
         self.use_cache = use_cache
-        self.running: dict[subprocess.Popen, tuple[compat.Tested, float]] = {}
+        self.running: dict[subprocess.Popen, tuple[compat.Tested, float, lanes.Lane | None]] = {}
+        self.free: list[lanes.Lane] = []
         self.outcomes: dict[str, Outcome] = {}
 
     def run(self) -> None:
@@ -79,13 +80,16 @@ class Driver:
                 self._collect()
                 if time.monotonic() - last > PROGRESS_PERIOD_S and self.running:
                     last = time.monotonic()
-                    names = ", ".join(row.cell for row, _ in self.running.values())
+                    names = ", ".join(row.cell for row, *_ in self.running.values())
                     print(f"esgrpo: running {names}; {len(self.waiting)} wait", flush=True)
                 time.sleep(POLL_S)
         finally:
-            for process in self.running:  # each leads a session: its children go with it
+            for process, (*_, lane) in self.running.items():  # each leads a session: its children go with it
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
+                self.free += [lane] if lane else []
+            for lane in self.free:
+                lane.end()
 
     def _take_cached(self) -> None:
         for row in list(self.waiting):
@@ -103,17 +107,30 @@ class Driver:
                 continue
             memory -= KINDS[cells.kind_of(row)].memory
             command = [sys.executable, "-m", "ci.matrix", "--cell", row.cell]
+            lane = self._lane(row)
             process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                       start_new_session=True)
-            self.running[process] = (row, time.monotonic())
+                                       start_new_session=True, **(lane.options() if lane else {}))
+            self.running[process] = (row, time.monotonic(), lane)
             self.waiting.remove(row)
 
+    def _lane(self, row: compat.Tested) -> lanes.Lane | None:
+        if not KINDS[cells.kind_of(row)].forks:
+            return None
+        if self.free:
+            return self.free.pop()
+        more = sum(KINDS[cells.kind_of(waiting)].forks for waiting in self.waiting)
+        return lanes.Lane() if more >= lanes.WORTH else None
+
     def _collect(self) -> None:
-        for process, (row, started) in list(self.running.items()):
+        for process, (row, started, lane) in list(self.running.items()):
             if process.poll() is None:
                 continue
             out, err = process.communicate()
             del self.running[process]
+            if lane and process.returncode == 0:
+                self.free.append(lane)
+            elif lane:  # it may still be at what the cell asked for
+                lane.end()
             try:
                 outcome = Outcome(**json.loads(out.strip().splitlines()[-1]))
             except (ValueError, IndexError, TypeError):

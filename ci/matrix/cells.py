@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from ci.matrix import vllm_environment
+from ci.matrix import lanes, vllm_environment
 from esgrpo import engine, fingerprint, recorded
 from esgrpo.compat import Tested
 from esgrpo.tools import apply, drift, patchset, upstreams
@@ -41,6 +41,7 @@ class Kind:
     inputs: tuple[str, ...]
     memory: int
     fast: bool
+    forks: bool = False  # has a contract module, for which a lane saves the imports
 
 
 def quiet(message: str) -> None:
@@ -213,7 +214,7 @@ def installed_beside(name: str, version: str) -> str:
 
 def module_run(module: str, environment: dict[str, str]) -> Outcome:
     """A contract module in its own process: JSON lines {"case", "ok", "detail", ...}; ok null means not run."""
-    result = subprocess.run([sys.executable, "-m", module], env=environment, capture_output=True, text=True, cwd=ROOT)
+    result = lanes.run(module, environment)
     rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     lines = [f"{row.get('scheduler', '')} {row['case']}: {row.get('detail') or 'ok'}".strip() for row in rows]
     bad = [line for line, row in zip(lines, rows, strict=True) if row["ok"] is False]
@@ -234,13 +235,14 @@ def pytest_run(arguments: list[str], environment: dict[str, str]) -> Outcome:
 
 
 _HOOKS = ("overlay/esgrpo/**/*.py", "overlay/esgrpo/hooks/fingerprints/*.toml", "ci/matrix/*.py")
+_FORKED = (*_HOOKS, "ci/tests/forked_python.py")
 _TRAINING = (*_HOOKS, "bench/*.py", "bench/testbed/**/*", "ci/tests/e2e/*.py")
 KINDS = {
     "apply": Kind(apply_only, ("patches/**/*", "overlay/esgrpo/tools/patchset.py", "overlay/esgrpo/tools/apply.py",
                                "ci/matrix/cells.py"), GIB // 2, fast=True),
     "hooks": Kind(hooks_contract, (*_HOOKS, "patches/**/*"), GIB // 2, fast=True),
-    "scheduler": Kind(scheduler_contract, _HOOKS, 3 * GIB, fast=True),
-    "ascend": Kind(ascend_contract, _HOOKS, 3 * GIB, fast=True),
+    "scheduler": Kind(scheduler_contract, _FORKED, 3 * GIB, fast=True, forks=True),
+    "ascend": Kind(ascend_contract, _FORKED, 3 * GIB, fast=True, forks=True),
     "survival": Kind(survival, (*_HOOKS, "ci/tests/ray/*.py"), 4 * GIB, fast=False),
     "training": Kind(end_to_end, _TRAINING, 10 * GIB, fast=False),
 }

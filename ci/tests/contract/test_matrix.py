@@ -18,7 +18,7 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
 from ci.matrix import __main__ as driver  # noqa: E402
-from ci.matrix import cells  # noqa: E402
+from ci.matrix import cells, lanes  # noqa: E402
 from esgrpo import compat, engine, fingerprint, recorded  # noqa: E402
 from esgrpo.errors import EsgrpoError  # noqa: E402
 from esgrpo.tools import drift  # noqa: E402
@@ -332,6 +332,27 @@ def test_a_damaged_patch_turns_its_apply_cell_red(trees, tmp_path):
     patch.write_text(text.replace(added, added + "  # damaged", 1))
     with pytest.raises(cells.patchset.PatchError, match="verl v0.9.1"):
         cells.apply_and_reverse(directory, tree)
+
+
+def test_a_module_in_a_lane_is_a_module_in_a_new_interpreter(tmp_path, monkeypatch):
+    """Also after one that failed."""
+    (tmp_path / "probe.py").write_text("import os, sys\nprint(sorted(n for n in os.environ if n.startswith('ESGRPO')), "
+                                       "sys.argv[1:], 'verl' in sys.modules)\nprint('said', file=sys.stderr)\n")
+    (tmp_path / "fails.py").write_text("raise SystemExit('on purpose')\n")
+    monkeypatch.delenv(lanes.LANE, raising=False)
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), "ESGRPO_X": "1"}
+
+    def run(module):
+        done = lanes.run(module, environment)
+        return done.returncode, done.stdout, done.stderr
+
+    new, lane = (run("probe"), run("fails")), lanes.Lane()
+    try:
+        monkeypatch.setenv(lanes.LANE, lane.options()["env"][lanes.LANE])
+        assert (run("probe"), run("fails"), run("probe")) == (*new, new[0])
+    finally:
+        lane.end()
+    assert new == ((0, "['ESGRPO_X'] [] False\n", "said\n"), (1, "", "on purpose\n"))
 
 
 def test_the_content_key_follows_row_and_files(monkeypatch, tmp_path):
