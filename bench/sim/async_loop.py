@@ -53,7 +53,7 @@ class Case:
     start: Setting = START
     settled: bool = False  # only the second half of the run counts
     by_group: float = 0.0  # of a mini-batch's train time: what does not depend on its tokens
-    noise: float = 0.0  # of a version's train time and of its step times, deviation of their logarithm
+    noise: float = 0.0  # of train times, and of step times, anew when syncs end and training begins: of the logarithm
     null_share: float = 0.0  # of the groups whose rewards are all alike; they are as long as others
     null_groups: str = NullGroups.TRAIN
     groups: int = GROUPS
@@ -285,6 +285,8 @@ class Loop:
             self.train_s += seconds
             self.work_s += seconds
             self._busy("train", seconds)
+            if self.case.noise:
+                self._slow(self._noise())
 
     def _busy(self, doing: str, seconds: float) -> None:
         self.doing, self.busy_until = doing, self.now + seconds

@@ -21,12 +21,14 @@ from esgrpo.algo.overlap import (
     MEMORY,
     PATIENCE,
     TIGHTEN,
+    TRAIN_LEVEL,
     WATCHED,
     Cause,
     Controller,
     Training,
     Watch,
     Window,
+    line,
 )
 from esgrpo.algo.overlap_law import STEP, Limits, Rates, Setting, best, flow, forecast, reachable
 
@@ -266,6 +268,11 @@ def test_what_a_larger_batch_costs_is_known_before_any_move():
     assert level == pytest.approx(RATES.decode[0], rel=0.1)
 
 
+def one_line(training: Training) -> float:
+    """What would be a trigger's own."""
+    return line([batch[1:] for batch in training.batches], TRAIN_LEVEL)[0]
+
+
 def test_time_that_tokens_do_not_explain_is_spread_over_a_larger_trigger_only_once_one_was_seen():
     """Eight groups train in as long whatever their tokens: of a first line that is all level."""
     training, rng = Training(), random.Random(1)
@@ -273,11 +280,22 @@ def test_time_that_tokens_do_not_explain_is_spread_over_a_larger_trigger_only_on
         training.add(8, 8e4 * math.exp(rng.gauss(0, 0.4)), 8.0)
     level, slope = training.fit(1e4)
     assert level <= 0.1 * 8.0 * 1.05 and level + slope * 8e4 == pytest.approx(8.0, rel=0.05)
-    assert training.line.fit()[0] > 4.0  # what would have halved the time of a group at twice the trigger
+    assert one_line(training) > 4.0  # what would have halved the time of a group at twice the trigger
     for _ in range(3):
         training.add(16, 16e4, 9.0)  # and here it does
     level, slope = training.fit(1e4)
     assert level > 4.0 and level + slope * 16e4 == pytest.approx(9.0, rel=0.1)
+
+
+def test_triggers_of_two_sizes_whose_time_is_their_groups_save_nothing():
+    """One line over tokens takes most of the time for a trigger's own: at one size tokens explain nothing of it."""
+    training, rng = Training(), random.Random(1)
+    for size in (8,) * 3 + (16,) * 9:
+        training.add(size, size * 1e4 * math.exp(rng.gauss(0, 0.4)), size * math.exp(rng.gauss(0, 0.05)))
+    assert one_line(training) > 4.0
+    level, slope = training.fit(1e4)
+    assert level < 2.0
+    assert [level + slope * size * 1e4 for size in (8, 16)] == pytest.approx([8.0, 16.0], rel=0.1)
 
 
 def test_falls_back_when_the_law_is_wrong():

@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from esgrpo.algo.overlap_law import FIRST_STOCK, TINY, Forecast, Limits, Rates, Setting, best, flow, forecast
@@ -38,7 +38,7 @@ MEMORY = 12  # versions in a line
 PRIOR = 0.1  # weight of what is believed of a line's level before it was measured, in versions
 TRAIN_LEVEL, DECODE_LEVEL = 0.1, 0.5  # that belief: the share of the time that does not depend on the load
 LEAST_LEVEL = 0.1  # of it, that engines may say
-SETTLED = 3  # versions in a line before one can be off it
+SETTLED = 3  # batches of a size before one can be off
 JUMP = 1.25  # factor by which a measurement is off its line
 SMOOTH, QUICK, USUAL = 0.4, 0.7, 0.1  # of a new value in a running mean; of one that many steps make; of what is usual
 BASE = 2  # versions at the start setting by which it is known
@@ -105,63 +105,62 @@ def number(value: float | None, least: float = -MOST) -> float | None:
     return float(value) if isinstance(value, int | float) and least <= value <= MOST else None
 
 
-@dataclass
-class Line:
-    """y = level + slope x over the last versions, both from 0 on. `share`: of y, which is taken to be level while all x
-    are alike."""
-
-    share: float
-    points: deque = field(default_factory=lambda: deque(maxlen=MEMORY))
-    doubted: tuple[float, float, float] | None = None  # a measurement off the line, and by which factor
-
-    def add(self, x: float, y: float) -> None:
-        """One that is off the line by JUMP waits for the next: off to the same side, the speed has changed and what
-        was before is rescaled; off to the other side, both are noise; on the line, the first is forgotten."""
-        level, slope = self.fit() if len(self.points) >= SETTLED else (y, 0.0)
-        factor = y / max(level + slope * x, TINY)
-        off = not 1 / JUMP < factor < JUMP
-        before, self.doubted = self.doubted, None
-        if off and before is None:
-            self.doubted = x, y, factor
-            return
-        if off:
-            if (factor > 1) == (before[2] > 1):
-                scale = math.sqrt(factor * before[2])
-                self.points = deque(((px, py * scale) for px, py in self.points), maxlen=MEMORY)
-            self.points.append(before[:2])
-        self.points.append((x, y))
-
-    def fit(self) -> tuple[float, float]:
-        """Level and slope, none below 0, by least squares; at least one point."""
-        rows = [(FORGET**ago, *point) for ago, point in enumerate(reversed(self.points))]
-        total = sum(w for w, _, _ in rows)
-        x, y = sum(w * px for w, px, _ in rows) / total, sum(w * py for w, _, py in rows) / total
-        across = sum(w * (px - x) ** 2 for w, px, _ in rows) + PRIOR * x * x
-        along = sum(w * (px - x) * (py - y) for w, px, py in rows) + PRIOR * x * y * (1 - self.share)
-        slope = min(max(along / across, 0.0), y / x)
-        return max(0.0, y - slope * x), slope
+def line(points: Sequence[tuple[float, float]], share: float) -> tuple[float, float]:
+    """Level and slope of y = level + slope x, none below 0, by least squares over points, the newest last, x above 0.
+    `share`: of y, which is taken to be level while all x are alike."""
+    rows = [(FORGET**ago, *point) for ago, point in enumerate(reversed(points))]
+    total = sum(w for w, _, _ in rows)
+    x, y = sum(w * px for w, px, _ in rows) / total, sum(w * py for w, _, py in rows) / total
+    across = sum(w * (px - x) ** 2 for w, px, _ in rows) + PRIOR * x * x
+    along = sum(w * (px - x) * (py - y) for w, px, py in rows) + PRIOR * x * y * (1 - share)
+    slope = min(max(along / across, 0.0), y / x)
+    return max(0.0, y - slope * x), slope
 
 
 @dataclass
 class Training:
-    """The law's d + e tokens, of a trigger. While all of the last batches have one number of groups, what their time
-    does not owe to tokens is a trigger's own only as far as a line believes, and else their groups' (rows,
-    micro-batches, optimiser steps): only batches of another size tell what a larger one would save."""
+    """The law's d + e tokens, of a trigger, over the last ones. What their time does not owe to tokens is again a line,
+    over their groups (rows, micro-batches, optimiser steps): only batches of another size tell what a larger one would
+    save."""
 
-    line: Line = field(default_factory=lambda: Line(TRAIN_LEVEL))
-    sizes: deque = field(default_factory=lambda: deque(maxlen=MEMORY))  # groups of a trigger
+    batches: deque = field(default_factory=lambda: deque(maxlen=MEMORY))  # groups, tokens, seconds
+    doubted: tuple[int, float, float, float] | None = None  # one that is off, and by which factor
 
     def add(self, groups: int, tokens: float, seconds: float) -> None:
-        self.sizes.append(groups)
-        self.line.add(tokens, seconds)
+        """One that is off by JUMP waits for the next: off to the same side, the speed has changed and all before is
+        rescaled; off to the other side, both are noise; if that one is not off, the first is forgotten."""
+        factor = self._factor(groups, tokens, seconds)
+        off = not 1 / JUMP < factor < JUMP
+        before, self.doubted = self.doubted, None
+        if off and before is None:
+            self.doubted = groups, tokens, seconds, factor
+            return
+        if off:
+            if (factor > 1) == (before[-1] > 1):
+                scale = math.sqrt(factor * before[-1])
+                self.batches = deque(((*batch, took * scale) for *batch, took in self.batches), maxlen=MEMORY)
+            self.batches.append(before[:-1])
+        self.batches.append((groups, tokens, seconds))
+
+    def _factor(self, groups: int, tokens: float, seconds: float) -> float:
+        """Over what its tokens say or over the mean of its size, whichever is nearer."""
+        alike = [took for size, _, took in self.batches if size == groups]
+        if len(alike) < SETTLED:
+            return 1.0
+        level, by_group, by_token = self._parts()
+        expected = level + by_group * groups + by_token * tokens, sum(alike) / len(alike)
+        return min((seconds / max(each, TINY) for each in expected), key=lambda factor: abs(math.log(factor)))
+
+    def _parts(self) -> tuple[float, float, float]:
+        """Seconds of a trigger, of a group beside its tokens, of a token; at least one batch."""
+        _, by_token = line([(tokens, seconds) for _, tokens, seconds in self.batches], TRAIN_LEVEL)
+        rest = [(groups, max(seconds - by_token * tokens, TINY)) for groups, tokens, seconds in self.batches]
+        believed = TRAIN_LEVEL * sum(seconds for *_, seconds in self.batches) / sum(seconds for _, seconds in rest)
+        return *line(rest, min(believed, 1.0)), by_token
 
     def fit(self, group_tokens: float) -> tuple[float, float]:
-        level, slope = self.line.fit()
-        if len(set(self.sizes)) > 1:
-            return level, slope
-        usual = group_tokens * self.sizes[-1]
-        own = max(0.0, level - self.line.share * (level + slope * usual))
-        return level - own, slope + own / usual
+        level, by_group, by_token = self._parts()
+        return level, by_token + by_group / group_tokens
 
 
 @dataclass
@@ -247,7 +246,7 @@ class Controller:
     @property
     def rates(self) -> Rates | None:
         """None before all that the law needs was measured once."""
-        if self._group_tokens is None or self._decode.level is None or not self._train.line.points:
+        if self._group_tokens is None or self._decode.level is None or not self._train.batches:
             return None
         train = self._train.fit(self._group_tokens)
         return Rates(self._group_tokens, self._decode.fit(), train, self._sync, self._pause, self._stock,
