@@ -23,8 +23,9 @@ FRESH = "fresh tokens/s"  # each token weighs less with its age
 # two H200s a run, 33 M parameters, staleness 2.0, token_outputs on in the overlay's arm
 TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
 CPU = ("ablation_search.json", "ablation_chain.json")
-# records of overlap control: names of its fixed settings; the second without learning
-OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json"), ("fixed 8, 0.5", "fixed 24, 2"))
+# records of overlap control: names of its fixed settings; the second without learning, the third of a later controller
+OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json", "overlap_cpu_third_seed.json"),
+                        ("fixed 8, 0.5", "fixed 24, 2"))
 OVERLAP_V1 = dict.fromkeys(("overlap_cpu_v1.json", "overlap_cpu_v1_two_seeds.json"), ("fixed 0.5", "fixed 2"))
 OVERLAP_GPU = "train_h100_overlap_cured.json"  # two starts beside two fixed settings, eight runs at once on two H100s
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
