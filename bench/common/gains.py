@@ -36,7 +36,7 @@ BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 # five and six arms at once on two H200s, longer than TRAINING
 PARTS, LEFT_OUT = "train_h200_parts.json", "train_h200_left_out.json"
-VERDICTS = "train_h200_verdicts.json"  # three arms on one H200, the present rule of verdicts
+VERDICTS = "train_h100_verdicts.json"  # three arms, three seeds, nine runs at once on two H100s
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
 RATE = "train_h200_smollm2_rate.json"  # the same at 2.5 times the learning rate, two runs at once on one H200
 CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning rates, four runs at once on one H200
@@ -150,7 +150,7 @@ def _arms(name: str) -> dict[str, dict]:
 
 def _parts() -> dict[str, str]:
     """Of the longer runs: where each arm's held-out reward ends, and effective tokens/s as a ratio."""
-    parts, left_out, present = _arms(PARTS), _arms(LEFT_OUT), _arms(VERDICTS)
+    parts, left_out = _arms(PARTS), _arms(LEFT_OUT)
 
     def times(arms: dict[str, dict], name: str, base: str = "plain", key: str = "effective tokens/s") -> str:
         return f"{arms[name][key] / arms[base][key]:.2f}"
@@ -166,10 +166,17 @@ def _parts() -> dict[str, str]:
             "long_no_sampler": end(left_out, "all without sampler"),
             "long_all": end(left_out, "overlay"), "all_times": times(left_out, "overlay"),
             "no_keep_times": times(left_out, "all without keep"),
-            "loops_times": times(parts, "C loops"),
-            "present_times": times(present, "C verdicts", "C loops"), "present_loops": end(present, "C loops"),
-            "present_verdicts": end(present, "C verdicts"),
-            "present_useful": times(present, "C verdicts", "C loops", USEFUL)}
+            "loops_times": times(parts, "C loops")}
+
+
+def _verdicts() -> dict[str, str]:
+    """Of the runs with learned verdicts beside those with the loop rule alone."""
+    pairs = training_pairs((VERDICTS,), "C loops", "C verdicts")
+    end = "held-out reward, equal samples"
+    return {"verdict_seeds": str(len(pairs)), "verdict_useful": spread(pair.ratio(USEFUL) for pair in pairs),
+            "verdict_tokens": spread(pair.ratio("decoded tokens per group with gradient") for pair in pairs),
+            "verdict_reward": spread(pair.overlay[end] for pair in pairs),
+            "verdict_reward_loops": spread(pair.plain[end] for pair in pairs)}
 
 
 def _pretrained() -> dict[str, str]:
@@ -264,7 +271,7 @@ def numbers() -> dict[str, str]:
         "april": spread(_against("april", CARRIED)), "april_runs": str(len(_against("april", CARRIED))),
         "async": spread(_against("verl", ASYNC)),
         "async_runs": str(len(_against("verl", ASYNC))),
-        "simulated": _range(math_), "code": _range(code), **_parts(), **_pretrained(), **_seven_b(),
+        "simulated": _range(math_), "code": _range(code), **_parts(), **_verdicts(), **_pretrained(), **_seven_b(),
     }
 
 
