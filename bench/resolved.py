@@ -51,7 +51,7 @@ def cuts_of(pruner: GroupPruner, name: str, rows: list[dict], cap: int) -> dict[
     running = dict(enumerate(rows))
     for member in sorted(running, key=lambda number: len(rows[number]["tokens"])):
         row, tokens = running.pop(member), len(rows[member]["tokens"])
-        pruner.ended(name, member, Finished(tokens, row["correct"], float(row["correct"]), tokens >= cap))
+        pruner.ended(name, member, Finished(tokens, row["correct"], float(row["correct"])))
         for number in pruner.checkpoint(name, dict.fromkeys(running, tokens)):
             if len(found) + 1 <= LARGEST_SHARE * len(rows) and len(rows[number]["tokens"]) > tokens:
                 found[number] = tokens

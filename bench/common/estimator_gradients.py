@@ -185,17 +185,11 @@ class Predictor:
 # Playing groups again
 
 
-class Pruner(GroupPruner):
-    @staticmethod
-    def _was_false(watched, member, rule, ending) -> bool:
-        return ending.correct
-
-
-def new_pruner(arm: Arm, seed: int) -> Pruner:
+def new_pruner(arm: Arm, seed: int) -> GroupPruner:
     audit = {"enable": True, "exempt_prob": arm.pi, "max_fraction": MOST, "min_candidates": 1, "max_false_rate": 1.0}
     settings = config.parse({"enable": True, "segment_length": LOOK, "prune": {
         "treatment": str(arm.treatment), "audit": audit, "repetition": {"enable": True}}})
-    return Pruner(settings, Audit(settings.prune.audit, random.Random(seed)), MAX_RESPONSE_TOKENS)
+    return GroupPruner(settings, Audit(settings.prune.audit, random.Random(seed)), MAX_RESPONSE_TOKENS)
 
 
 def is_loop(answer: Answer, at: int, rule: config.Repetition) -> bool:
@@ -204,7 +198,7 @@ def is_loop(answer: Answer, at: int, rule: config.Repetition) -> bool:
         rule, answer.tokens[:at], (since, answer.summed[since], since), (at, answer.summed[at], at)) is not None
 
 
-def play(group: list[Answer], rule: str, pruner: Pruner, name: str, own: list[dict[int, list[float]]],
+def play(group: list[Answer], rule: str, pruner: GroupPruner, name: str, own: list[dict[int, list[float]]],
          predictor: Predictor) -> dict[int, Decided]:
     """One group under one rule, with the coins of `pruner`: who was decided, and how."""
     pruner.watch(name, SIZE, None)
@@ -213,8 +207,7 @@ def play(group: list[Answer], rule: str, pruner: Pruner, name: str, own: list[di
         while waiting and len(group[waiting[0]].tokens) <= at:
             member = waiting.pop(0)
             answer = group[member]
-            pruner.ended(name, member, Finished(len(answer.tokens), answer.reward > 0, answer.reward,
-                                                len(answer.tokens) >= MAX_RESPONSE_TOKENS))
+            pruner.ended(name, member, Finished(len(answer.tokens), answer.reward > 0, answer.reward))
         for member in sorted(waiting):
             if member in watched.decided:
                 continue

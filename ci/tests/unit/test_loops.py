@@ -161,34 +161,36 @@ def pruner(seed=0, **prune) -> GroupPruner:
     return GroupPruner(settings, audit.Audit(settings.prune.audit, random.Random(seed)), budget=1000)
 
 
-def play(groups: GroupPruner, count: int, capped: bool) -> list:
-    """`count` groups of eight with one loop each; an exempted one ends at the cap or by itself."""
+def play(groups: GroupPruner, count: int, tokens: int, correct: bool) -> list:
+    """`count` groups of eight with one loop each; an exempted one ends after `tokens`, of 1,000 that it may have."""
     decided = []
     for number in range(count):
         group = f"g{number}"
         groups.watch(group, 8, None)
         decided.append(groups.loop(group, 0, 300, 0.0))
         if decided[-1] is not None:
-            groups.ended(group, 0, Finished(1000 if capped else 400, False, 0.0, capped), by_rule=False)
+            groups.ended(group, 0, Finished(tokens, correct, float(correct)), by_rule=False)
         groups.close(group)
     return decided
 
 
-def test_a_proven_loop_gets_a_coin_from_the_first_one_on():
+@pytest.mark.parametrize("tokens", [1000, 400])  # what ends by itself and is wrong loses nothing by being cut
+def test_a_proven_loop_gets_a_coin_from_the_first_one_on(tokens):
     groups = pruner()
-    decided = play(groups, 400, capped=True)
+    decided = play(groups, 400, tokens, correct=False)
     exempted = sum(item.verdict.exempt for item in decided)
     assert {item.verdict.pi for item in decided} == {0.25} and {item.verdict.reason for item in decided} == {"coin"}
     assert 70 < exempted < 130
     assert groups.audit.evidence(Rule.REPETITION) == (0, exempted)
 
 
-def test_loops_that_end_by_themselves_stop_the_rule():
+@pytest.mark.parametrize("tokens", [1000, 400])
+def test_loops_that_come_out_right_stop_the_rule(tokens):
     groups = pruner()
-    decided = play(groups, 300, capped=False)
+    decided = play(groups, 300, tokens, correct=True)
     pruned = [item is not None and item.verdict.prune for item in decided]
     first = pruned.index(False)
-    assert not any(pruned[first:]), "a loop was pruned after an exempted one had ended by itself"
+    assert not any(pruned[first:]), "a loop was pruned after an exempted one had come out right"
     false, all_ = groups.audit.evidence(Rule.REPETITION)
     assert false == all_ > 0 or groups.audit.scale(Rule.REPETITION) < 1
 
@@ -219,7 +221,7 @@ def test_caps_hold_for_loops_that_leave_and_not_for_those_that_are_trained():
 
 def test_evidence_of_another_rule_for_loops_is_not_taken_over():
     groups = pruner()
-    play(groups, 50, capped=True)
+    play(groups, 50, 1000, correct=False)
     state = json.loads(json.dumps(groups.to_state()))
     pruner().restore(state)
     with pytest.raises(ValueError, match="state"):

@@ -15,7 +15,7 @@ from esgrpo.algo.verdict_features import Glance
 from esgrpo.algo.verdict_gate import Outcome
 
 OUTCOME, PASSED_BY, LENGTH = "outcome", "passed-by", "length"  # kinds of lessons
-STATE_VERSION = 1  # of what `GroupPruner.to_state` returns
+STATE_VERSION = 2  # of what `GroupPruner.to_state` returns
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Finished:
     tokens: int
     correct: bool
     score: float
-    capped: bool = False  # ended by the budget
 
 
 @dataclass(frozen=True)
@@ -172,11 +171,9 @@ class GroupPruner:
 
     @staticmethod
     def _was_false(watched: Watched, member: int, rule: str, ending: Finished) -> bool:
-        if rule == Rule.REPETITION:
-            return not ending.capped
-        if rule == Rule.ENOUGH:
-            return ending.correct
-        return ending.correct != watched.seen[member][2]
+        if rule == Rule.RESOLVED:
+            return ending.correct != watched.seen[member][2]
+        return ending.correct
 
     def loop(self, group: str, member: int, tokens: int, surprisal: float) -> Decided | None:
         """Decide about a response of `tokens` that is a proven loop, with its mean surprisal in nats per token.

@@ -4,7 +4,7 @@ A score lies in [0, 1]; `esgrpo.algo.audit` decides which scores are acted on. "
 
     resolved    the response differs in correctness from the members that had finished when it became a candidate
     enough      the response is correct (a late bloomer)
-    repetition  the response ended by itself within the budget
+    repetition  the response is correct: one that ends by itself and is wrong loses nothing by being cut
 """
 
 from __future__ import annotations

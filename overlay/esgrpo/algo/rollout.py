@@ -313,8 +313,7 @@ class GroupRun:
             ending = None
             if event.score is not None:
                 correct = is_correct(event.score, event.acc, self.rules.settings.success_threshold)
-                capped = response.tokens >= self.rules.budget
-                ending = Finished(response.tokens, correct, float(event.score), capped)
+                ending = Finished(response.tokens, correct, float(event.score))
                 self.rules.decisions["verdicts/false"] += (correct and not response.pruned
                                                            and (response.decision or {}).get("rule") == Rule.VERDICT)
             heard = self.rules.pruner.ended(self.name, event.member, ending, by_rule)

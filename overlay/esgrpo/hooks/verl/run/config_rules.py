@@ -225,7 +225,7 @@ def _loops(config, segment: Segment):
     rule = segment.prune.repetition
     yield from _needs_log_probs(config, "prune.repetition proves a loop by the log-probs of its tokens")
     if not segment.prune.audit.enable:
-        yield (f"{PREFIX}.prune.repetition: nothing measures how many loops would have ended by themselves; "
+        yield (f"{PREFIX}.prune.repetition: nothing measures how many loops would have come out right; "
                "prune.audit.enable=True exempts some of them by a coin (not with verl 0.7.0)")
     if rule.min_span > config.data.max_response_length:
         yield (f"{PREFIX}.prune.repetition: no loop will be found, because min_span = {rule.min_span} is more than "
