@@ -18,7 +18,7 @@ LOOPS = ("prune.repetition.enable",)
 def arms(segment_length: int) -> dict[str, list[str]]:
     """Arm -> overrides; `segment_length` is in tokens."""
     length = f"segment_length={segment_length}"
-    on, groups = ("enable", length), "prune.resolved.enable"  # which the profile leaves out
+    on = ("enable", length)
     return {
         "off": switches("observe"),
         "B yield": switches("profile=static", length),
@@ -30,9 +30,9 @@ def arms(segment_length: int) -> dict[str, list[str]]:
         "C sampler": switches(*on, HISTORY, "sampler.enable"),
         "keep": switches(*on, "sync.requests=keep"),
         "token outputs": switches("observe", "token_outputs"),
-        "all": switches("profile=elastic", groups, length),
+        "all": switches("profile=elastic", length),  # what ships
         # effective tokens reward what the sampler selects: the same without it stands beside
-        "all without sampler": switches("profile=elastic", groups, length, "sampler.enable=False"),
+        "all without sampler": switches("profile=elastic", length, "sampler.enable=False"),
     }
 
 
@@ -42,9 +42,9 @@ LEFT_OUT = {
     "all without routing": ("routing.enable=False",),
     "all without keep": ("sync.requests=abort",),
     "all without loops": ("prune.repetition.enable=False",),
-    "all without resolved": ("prune.resolved.enable=False",),
     "all without token outputs": ("token_outputs=False",),
     "all without filter": ("null_groups=train",),
+    "all without headroom": ("kv_headroom=0",),
 }
 
 
@@ -55,6 +55,7 @@ def with_left_out(segment_length: int) -> dict[str, list[str]]:
         found[f"C {name}"] = switches("enable", f"segment_length={segment_length}", f"null_groups={mode}")
     found["all filter"] = found["all"] + switches("null_groups=replace")
     found["all verdicts"] = found["all"] + switches("prune.verdict.enable")
+    found["all resolved"] = found["all"] + switches("prune.resolved.enable")
     # a benchmark sets the staleness by hand, which only a run that says so leaves to the controller
     found["all overlap"] = found["all"] + switches("overlap.enable", "overlap.override")
     for name, off in LEFT_OUT.items():

@@ -41,6 +41,10 @@ def test_each_module_is_one_switch_away_from_the_arm_before():
     assert own["all without sampler"] == own["all"] - {"sampler"}
 
 
+def test_everything_on_is_what_ships():
+    assert settings_of(modules.ARMS["all"]) == config.parse({"profile": "elastic", "segment_length": 64}, 512)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_replicas_reach_the_command(replicas, tmp_path, monkeypatch):
     started = []
