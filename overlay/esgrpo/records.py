@@ -32,7 +32,8 @@ RUN_ID_DIGITS = 12  # hexadecimal
 HELD_BYTES = 16 * 2**20  # rows that wait and those being written
 CHUNK_BYTES = 2**20  # joined for one write
 ROW_OVERHEAD_BYTES = 128  # of a bytes object, its tuple and its place in the queue
-ROTATED_BYTES = dict.fromkeys(("events", "moves"), 16 * 2**20)  # a process keeps its newest so many, and as many before
+# a process keeps its newest so many, and as many before
+ROTATED_BYTES = {"events": 16 * 2**20, "moves": 16 * 2**20, "windows": 64 * 2**20}
 PERIOD_S = 0.1  # rows of this time are written together
 STATE_PERIOD_S = 5.0  # a state file is synced to the disk, and so not written more often than this
 WAIT_S = 5.0  # that a caller of `flush` may lose to a slow disk; once an operation has lasted longer, nobody waits

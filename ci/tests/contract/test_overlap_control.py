@@ -145,6 +145,11 @@ def test_slow_rollout_moves_the_settings_of_both_sides_alike(run_dir):
     assert inner.max_concurrent_samples == after["concurrency"]
     assert all(move["cause"] == "rates" and move["before"] != move["after"] for move in moves)
     assert [move["before"] for move in moves[1:]] == [move["after"] for move in moves[:-1]]
+    # what else had to follow, and what TensorBoard gets
+    grown = [move["also"]["max_queue_size"] for move in moves if move["also"]]
+    assert grown and grown[0][0] == 6 and grown[-1][1] == inner.max_queue_size
+    told = loop_events.take_metrics()
+    assert {name: told[f"esgrpo/overlap/{name}"] for name in after} == after and told["esgrpo/overlap/trust"] == 1.0
     counts = records.read(run_dir, "decisions")[-1]["counts"]
     assert counts["overlap/moves"] == len(moves) and counts["overlap/versions"] == 5  # the first is warm-up
 
@@ -160,8 +165,8 @@ def test_plain_verl_waits_with_the_settings_it_has(run_dir):
 def test_a_full_queue_of_verl_throws_away_what_the_grown_one_keeps():
     held = list(range(6))
     plain, grown = queue(held), queue(held)
-    assert rollouter_settings.grow_queue(grown, 9) == 9
-    assert rollouter_settings.grow_queue(grown, 4) == 9  # it may still hold what a larger bound let in
+    assert rollouter_settings.grow_queue(grown, 9) == (6, 9)
+    assert rollouter_settings.grow_queue(grown, 4) == (9, 9)  # it may still hold what a larger bound let in
     for made in (plain, grown):
         asyncio.run(made.put_sample("new"))
     assert list(grown.queue) == [*held, "new"] and grown.dropped_samples == 0
@@ -171,10 +176,10 @@ def test_a_full_queue_of_verl_throws_away_what_the_grown_one_keeps():
 def test_a_queue_that_drops_nothing_gets_the_new_bound():
     made = queue(range(6))
     nothing_dropped.unbounded(made)
-    assert rollouter_settings.grow_queue(made, 4) == 6 and made.max_queue_size == math.inf
-    assert rollouter_settings.grow_queue(made, 9) == 9
+    assert rollouter_settings.grow_queue(made, 4) == (6, 6) and made.max_queue_size == math.inf
+    assert rollouter_settings.grow_queue(made, 9) == (6, 9)
     assert nothing_dropped.unbounded(made).limit == 9 and made.max_queue_size == math.inf
-    assert len(made.queue) == 6 and rollouter_settings.grow_queue(made, 8) == 9
+    assert len(made.queue) == 6 and rollouter_settings.grow_queue(made, 8) == (9, 9)
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.GetTimeoutError("late"), ray.exceptions.ActorDiedError()])

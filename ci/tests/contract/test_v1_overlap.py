@@ -118,6 +118,8 @@ def test_while_rollout_is_the_slower_side_more_is_begun(run_dir, monkeypatch):
         assert same == FIXED and move["after"]["staleness"] > move["before"]["staleness"]
     assert len(in_process(made)) == round(moves[-1]["after"]["staleness"] * BATCH) > BATCH
     assert made.replay_buffer.max_off_policy_threshold > THRESHOLD
+    raised = [move["also"]["max_off_policy_threshold"] for move in moves if move["also"]]
+    assert raised[0][0] == THRESHOLD and raised[-1][1] == made.replay_buffer.max_off_policy_threshold
     assert carried_groups.pool_of(made).threshold == made.replay_buffer.max_off_policy_threshold
     assert decision_counts.counts["overlap/moves"] == len(moves)
     assert decision_counts.counts["overlap/versions"] == 6  # the first is warm-up, the last not looked at yet

@@ -32,7 +32,7 @@ from esgrpo.algo.overlap import (
 )
 from esgrpo.algo.overlap_law import STEP, Limits, Rates, Setting, best, flow, forecast, reachable
 
-LIMITS = Limits((4, 128), (0.0, 8.0), (16, 128), mini_batch=16, data_parallel=8)
+LIMITS = Limits((4, 128), (0.0, 8.0), (16, 128), mini_batch=16)
 START, AGE_SCALE, MEMBERS = Setting(32, 0.5, 32), 4.0, 4
 RATES = Rates(5000.0, (4e-3, 1e-4), (1.0, 1e-4), sync=1.0, pause=2.0)
 MEASURED = [field.name for field in fields(Window) if field.name != "version"]

@@ -21,6 +21,7 @@ from esgrpo.algo.accounting import (
     pace_of,
     prune_report,
     quantile,
+    replica_rates,
     sync_counts,
     token_balance,
 )
@@ -173,6 +174,17 @@ def test_an_aborted_request_is_away_until_it_comes_back():
     for key in range(ABORTED_KEPT + 10):
         occupancy.aborted(key)
     assert len(occupancy._left) == ABORTED_KEPT
+
+
+def test_rates_of_replicas_are_of_their_own_time():
+    def window(replica, seconds, tokens, surprisal=0.0, counted=0):
+        return {"replica": replica, "seconds": seconds, "tokens": tokens, "surprisal": surprisal,
+                "surprisal_tokens": counted}
+
+    windows = [window("0", 10, 1000, 30.0, 100), window("0", 10, 3000), window("1", 20, 1000, 10.0, 300)]
+    assert replica_rates(windows) == {"tokens_per_s_min": 50, "tokens_per_s_mean": 125, "tokens_per_s_max": 200,
+                                      "surprisal": 0.1}
+    assert replica_rates([window("0", 0, 0)]) == replica_rates([]) == {}
 
 
 def test_no_time_is_no_bubble():

@@ -65,7 +65,8 @@ def run(tmp_path):
         put(run_dir, train(version + 1, 0.5 - version / 10), pid, at=at + 3)
     put(run_dir, rows.Decisions(process="rollouter", counts={"routing/inversions": 7}), pid, at=START + 30)
     put(run_dir, rows.Move(version=3, cause="rates", before={"concurrency": 8, "staleness": 1.0},
-                           after={"concurrency": 12, "staleness": 1.0}), pid, at=START + 31)
+                           after={"concurrency": 12, "staleness": 1.0}, also={"max_queue_size": [8, 16]}), pid,
+        at=START + 31)
     put(run_dir, rows.Response(group="g", member=0, tokens=33), pid, at=START + 32)
     return run_dir
 
@@ -86,7 +87,7 @@ def test_a_frame_fits_and_has_every_part(run, capsys, monkeypatch, columns, spok
     code, text = shown(run, capsys, monkeypatch, columns, "--lang", spoken)
     assert code == 0 and max(map(cell_len, text.splitlines())) <= columns
     for wanted in ("fully_async", "5 / 20", "3 / 8", "4.0/8", "50", "2/3", "20%/20%/10%", "60%", "25%", "100",
-                   "concurrency 8 → 12", "loss\u00a00.3", "routing"):
+                   "concurrency 8 → 12", "max_queue_size 8 → 16", "loss\u00a00.3", "routing"):
         assert wanted in text, wanted
     assert "staleness" not in text, "what did not move is no move"
     assert ("trainer" in text) == (spoken == "en") and ("训练端" in text) == (spoken == "zh")

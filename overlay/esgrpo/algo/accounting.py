@@ -171,6 +171,21 @@ def bubble(windows: Iterable[dict], rollouter_paused_s: float = 0.0) -> dict[str
     return {"bubble_rate": sum(rates.values()), **rates}
 
 
+def replica_rates(windows: Iterable[dict]) -> dict[str, float]:
+    """Tokens/s of the slowest, the mean and the fastest replica, and their mean surprisal, nats a token (of attempts
+    that ended in these windows); what was not measured is left out."""
+    time, tokens = Counter(), Counter()
+    windows = list(windows)
+    for window in windows:
+        time[window["replica"]] += window["seconds"]
+        tokens[window["replica"]] += window["tokens"]
+    rates = [tokens[replica] / seconds for replica, seconds in time.items() if seconds > 0]
+    found = {"tokens_per_s_min": min(rates), "tokens_per_s_mean": sum(rates) / len(rates),
+             "tokens_per_s_max": max(rates)} if rates else {}
+    counted = sum(window["surprisal_tokens"] for window in windows)
+    return found | ({"surprisal": sum(window["surprisal"] for window in windows) / counted} if counted else {})
+
+
 def sync_counts(windows: Iterable[dict]) -> dict[str, float]:
     """What the weight syncs that ended these windows did to running requests.
 

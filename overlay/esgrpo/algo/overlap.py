@@ -223,7 +223,7 @@ class Watch:
 
 class Controller:
     """Moves a setting from version to version. Invariants: it stays within the limits; one `observe` changes it by one
-    step at most, or to the start setting; a trigger is a multiple of the unit."""
+    step at most, or to the start setting; a trigger is a multiple of the mini-batch."""
 
     def __init__(self, start: Setting, limits: Limits, age_scale: float, clock: Callable[[], float]):
         self.limits, self.age_scale, self.clock = limits, age_scale, clock

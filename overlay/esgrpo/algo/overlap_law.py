@@ -56,18 +56,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds, both ends included, in groups; `unit`: a trigger is a multiple of it."""
+    """Bounds, both ends included, in groups; a trigger is a multiple of the mini-batch, which verl makes sure is one of
+    its data-parallel size."""
 
     concurrency: tuple[int, int]
     staleness: tuple[float, float]
     trigger: tuple[int, int]
     mini_batch: int = 1
-    data_parallel: int = 1
     triggers_per_version: int = 1  # verl's trigger_parameter_sync_step, K
-
-    @property
-    def unit(self) -> int:
-        return math.lcm(self.mini_batch, self.data_parallel)
 
     def groups(self, setting: Setting) -> int:
         """Of a version, N."""
@@ -78,7 +74,7 @@ class Limits:
 
     def within(self, concurrency: float, in_process: float, trigger: float) -> Setting:
         """The nearest setting: whole groups, the trigger a multiple of the unit, all within bounds."""
-        unit = self.unit
+        unit = self.mini_batch
         low, high = -(-self.trigger[0] // unit) * unit, self.trigger[1] // unit * unit
         batch = min(max(round(trigger / unit) * unit, low, unit), max(high, unit))
         version = batch * self.triggers_per_version
@@ -153,7 +149,8 @@ def reachable(now: Setting, limits: Limits) -> Iterator[Setting]:
     yield now
     process = limits.in_process(now)
     move = max(process * (STEP - 1), limits.groups(now) / 2)
-    for batch in (now.trigger, now.trigger * 2, now.trigger / 2, now.trigger + limits.unit, now.trigger - limits.unit):
+    one = limits.mini_batch
+    for batch in (now.trigger, now.trigger * 2, now.trigger / 2, now.trigger + one, now.trigger - one):
         for load in SHARES:
             for held in SHARES:
                 yield limits.within(now.concurrency * STEP**load, max(0.0, process + held * move), batch)

@@ -164,5 +164,5 @@ def at_the_end(setting: Setting, start: Setting, limits: Limits, left: int) -> S
     fill the last batch."""
     if setting.trigger <= start.trigger or left >= limits.groups(setting):
         return setting
-    most = left // (limits.unit * limits.triggers_per_version) * limits.unit
+    most = left // (limits.mini_batch * limits.triggers_per_version) * limits.mini_batch
     return replace(setting, trigger=max(most, limits.trigger[0]))

@@ -329,11 +329,11 @@ class Move(Row):
     kind = "moves"
     version: int
     cause: str  # algo.overlap.Cause
-    before: dict  # algo.overlap_law.Setting, and what else was moved: name -> value
+    before: dict  # algo.overlap_law.Setting: name -> value
     after: dict
+    also: dict = field(default_factory=dict)  # bounds of verl's that had to follow: name -> [before, after]
     trust: float | None = None
     forecast: dict | None = None  # of `after`
-    note: str = ""  # what could not be done, and why
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

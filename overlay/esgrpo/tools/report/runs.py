@@ -198,8 +198,9 @@ def loop_by_version(events: Iterable[Mapping]) -> list[list]:
 
 def moves_of(rows: Iterable[Mapping]) -> list[list]:
     """[version, cause, name -> (before, after) of what changed] of every move of the overlap controller."""
-    return [[row["version"], row["cause"], {name: (row["before"].get(name), value) for name, value in
-                                            row["after"].items() if value != row["before"].get(name)}] for row in rows]
+    return [[row["version"], row["cause"], {**{name: (row["before"].get(name), value) for name, value in
+                                               row["after"].items() if value != row["before"].get(name)},
+                                            **row.get("also", {})}] for row in rows]
 
 
 def _arm(run_dir: Path) -> dict:

@@ -213,10 +213,10 @@ def moves(loop: Loop) -> Group | None:
         return None
     grid = _grid()
     for move in list(loop.moves)[-MOVES:]:
-        changed = [f"{name} {_setting(move.before.get(name))} → {_setting(value)}" for name, value in
-                   move.after.items() if value != move.before.get(name)]
-        grid.add_row(str(move.version), plain(f"{move.cause}: {', '.join(changed) or said('no_moves')}"
-                                              + (f" ({move.note})" if move.note else "")))
+        settings = {name: (move.before.get(name), value) for name, value in move.after.items()}
+        changed = [f"{name} {_setting(old)} → {_setting(new)}" for name, (old, new) in {**settings, **move.also}.items()
+                   if old != new]
+        grid.add_row(str(move.version), plain(f"{move.cause}: {', '.join(changed) or said('no_moves')}"))
     return _titled("moves", grid)
 
 

@@ -22,7 +22,7 @@ V1_TRAINS = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", 
 V1_SYNCS = ("update_weights", "switch_to_rollout", "switch_to_trainer")
 V1_WAITS = ("gen", "switch_wait")  # the latter while the trainer's replicas are lent to rollout
 _trained: list[Mapping] = []  # rows of the batch in hand
-_untold: dict[str, float] = {}  # metrics of the step that ended after verl had logged it
+_untold: dict[str, float] = {}  # metrics that came after verl had logged their step
 
 
 def note(rows: Iterable[Mapping]) -> None:
@@ -30,8 +30,13 @@ def note(rows: Iterable[Mapping]) -> None:
     _trained[:] = rows
 
 
+def tell(setting: Mapping[str, float]) -> None:
+    """What the overlap controller has in force."""
+    _untold.update({f"esgrpo/overlap/{name}": value for name, value in setting.items()})
+
+
 def take_metrics() -> dict[str, float]:
-    """Of the trainer's step before this one."""
+    """Of the trainer's step before this one, and what was told since."""
     taken = dict(_untold)
     _untold.clear()
     return taken

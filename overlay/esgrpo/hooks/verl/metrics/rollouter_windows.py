@@ -35,7 +35,7 @@ async def around(call):
 
 async def metrics(rollouter, timing, event=None) -> dict[str, float]:
     from esgrpo import records
-    from esgrpo.algo.accounting import bubble, sync_counts
+    from esgrpo.algo.accounting import bubble, replica_rates, sync_counts
     from esgrpo.algo.rows import EngineWindow
     from esgrpo.hooks.verl.metrics import decision_counts, loop_events
     from esgrpo.hooks.verl.prompts import prompt_order
@@ -54,4 +54,5 @@ async def metrics(rollouter, timing, event=None) -> dict[str, float]:
         records.write_told(EngineWindow, {**window, "rollouter_paused": paused})
     bubbles = {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate for name, rate in rates.items()}
     return {**bubbles, **{f"esgrpo/sync/{name}": value for name, value in sync_counts(windows).items()},
+            **{f"esgrpo/replicas/{name}": value for name, value in replica_rates(windows).items()},
             "esgrpo/records/dropped_by_rollouter": records.dropped(), **prompt_order.metrics_of(rollouter)}

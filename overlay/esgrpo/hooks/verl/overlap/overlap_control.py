@@ -81,19 +81,19 @@ def controller_for(trainer, rollout):
     return Controller(start, limits_of(run, start), wanted.age_scale, time.time)
 
 
-def _move(trainer, setting) -> bool:
-    """The queue first, then who fills it, then who empties it; False where one of the first two did not answer."""
+def _move(trainer, setting) -> dict | None:
+    """The queue first, then who fills it, then who empties it; None where one of the first two did not answer."""
     from esgrpo.algo.overlap_signals import begun_at_most
     from esgrpo.hooks.verl.overlap import rollouter_settings
 
     begun = begun_at_most(setting, trainer.trigger_parameter_sync_step)
-    size = _asked(trainer.message_queue_client.queue_actor, rollouter_settings.grow_queue, begun)
-    if size is None:
-        return False
-    if not _asked(trainer.rollouter, rollouter_settings.move, *dataclasses.astuple(setting), begun, size):
-        return False
+    sizes = _asked(trainer.message_queue_client.queue_actor, rollouter_settings.grow_queue, begun)
+    if sizes is None:
+        return None
+    if not _asked(trainer.rollouter, rollouter_settings.move, *dataclasses.astuple(setting), begun, sizes[1]):
+        return None
     trainer.required_samples, trainer.staleness_threshold = setting.trigger, setting.staleness
-    return True
+    return {"max_queue_size": sizes}
 
 
 def _asked(actor, function, *arguments):

@@ -34,20 +34,21 @@ def _left(rollouter) -> int:
     return max(0, unfed + waiting + rollouter.staleness_samples)
 
 
-def grow_queue(queue, size: int) -> int:
-    """Its bound, at least `size`. verl's deque throws away the oldest group when it is full; that of
-    queue-drops-nothing takes a new bound as its own. It never shrinks: it may hold what a larger bound let in."""
+def grow_queue(queue, size: int) -> tuple[int, int]:
+    """Its bound before and after; then it is `size` or more. verl's deque throws away the oldest group when it is
+    full; that of queue-drops-nothing takes a new bound as its own. It never shrinks: it may hold what a larger bound
+    let in."""
     from esgrpo.hooks.verl import owned
 
     bound = queue.max_queue_size
     if bound == math.inf:
         bound = owned.of(queue, owned.Queue).overflow.limit
     if size <= bound:
-        return bound
+        return bound, bound
     if queue.queue.maxlen is not None:
         queue.queue = deque(queue.queue, maxlen=size)
     queue.max_queue_size = size
-    return size
+    return bound, size
 
 
 def move(rollouter, concurrency: int, staleness: float, trigger: int, begun: int, queue_size: int) -> bool:

@@ -103,21 +103,23 @@ def movable_threshold(trainer) -> bool:
             and overlap_signals.THRESHOLD not in config.facts()["overlap_fixed"])
 
 
-def _move(trainer, before, setting, limits) -> bool:
+def _move(trainer, before, setting, limits) -> dict:
     """The threshold first, or verl would drop as too old what was begun on purpose."""
     from esgrpo.algo import overlap_signals
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.v1.prompts import carried_groups
 
-    ahead, buffer = owned.of(trainer, owned.Ahead), trainer.replay_buffer
+    ahead, buffer, also = owned.of(trainer, owned.Ahead), trainer.replay_buffer, {}
     if movable_threshold(trainer):
         ahead.threshold = ahead.threshold or buffer.max_off_policy_threshold
         start = owned.of(trainer, owned.Overlap).controller.start
         threshold = overlap_signals.threshold_for(ahead.threshold, start.staleness, setting.staleness)
         # what was begun under a larger one may still be that old
-        buffer.max_off_policy_threshold = max(buffer.max_off_policy_threshold, threshold)
+        threshold = max(buffer.max_off_policy_threshold, threshold)
+        also = {"max_off_policy_threshold": (buffer.max_off_policy_threshold, threshold)}
+        buffer.max_off_policy_threshold = threshold
         pool = carried_groups.pool_of(trainer)
         if pool is not None:
             pool.threshold = buffer.max_off_policy_threshold
     ahead.owed += overlap_signals.more_ahead(before, setting, limits)
-    return True
+    return also

@@ -39,7 +39,7 @@ def record(trainer, batch, timing, logged) -> dict[str, float]:
     write(rows)
     report = prune_metrics.take(trainer.replay_buffer, rows) if rows and config.current().audited else {}
     found = {**(metrics(rows) if rows else {}), **report, **windows(trainer),
-             **loop_events.of_v1(trainer, rows, timing, logged)}
+             **loop_events.of_v1(trainer, rows, timing, logged), **loop_events.take_metrics()}
     return {**found, **decision_counts.of_v1(trainer, rows)}
 
 
@@ -73,7 +73,7 @@ def servers_of(trainer) -> list:
 def windows(trainer) -> dict[str, float]:
     """Bubble rate over the engine windows that closed since the last call. Nobody holds prompts back under v1."""
     from esgrpo import records
-    from esgrpo.algo.accounting import bubble
+    from esgrpo.algo.accounting import bubble, replica_rates
     from esgrpo.algo.rows import EngineWindow
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts
@@ -87,5 +87,6 @@ def windows(trainer) -> dict[str, float]:
     for window in closed:
         records.write_told(EngineWindow, window)
     owned.of(trainer, owned.RolloutSignals).windows = closed
-    return {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate
-            for name, rate in bubble(closed).items()}
+    bubbles = {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate
+               for name, rate in bubble(closed).items()}
+    return {**bubbles, **{f"esgrpo/replicas/{name}": value for name, value in replica_rates(closed).items()}}
