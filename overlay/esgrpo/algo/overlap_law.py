@@ -56,8 +56,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds, both ends included, in groups; a trigger is a multiple of the mini-batch, which verl makes sure is one of
-    its data-parallel size."""
+    """Bounds, both ends included, in groups; a trigger is a multiple of the mini-batch, whose rows verl lets
+    no start divide unevenly over the data-parallel ranks."""
 
     concurrency: tuple[int, int]
     staleness: tuple[float, float]
