@@ -227,7 +227,8 @@ def test_a_predicted_reward_has_no_kl_penalty():
     from esgrpo.errors import ConfigError
     from esgrpo.hooks.verl.run.pruning_rules import lines
 
-    config_ = OmegaConf.create({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanilla"}}, "rollout": {"n": 8}},
+    config_ = OmegaConf.create({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanilla"}},
+                                                      "rollout": {"n": 8}},
                                 "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": True},
                                 "data": {"max_response_length": 64}})
     segment = config.parse({"enable": True, "prune": {"treatment": "value", "repetition": {"enable": True},
