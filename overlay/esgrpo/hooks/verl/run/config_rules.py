@@ -53,6 +53,9 @@ def _rules(config, found: Plan, features: frozenset[str]):
     yield from pruning_rules.lines(config, segment)
     if "v1" in features:
         yield from _v1(config, segment, features)
+    if segment.pois.anchor != "auto" and "pois" not in features:
+        refuse(f"{PREFIX}.pois.anchor", segment.pois.anchor, "actor.policy_loss.loss_mode pois with it",
+               "set the loss_mode, or drop it: no other loss reads it")
     if features & {"pois", "sais"}:
         yield from _losses(config, found, features)
     if "dmmpt" in features:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+from esgrpo.algo.audit import AT_LEAST, has_room, provable_by, wilson_upper
+from esgrpo.algo.looks import distance
+from esgrpo.algo.segments import first_proof
 from esgrpo.algo.terms import Treatment
 from esgrpo.config import PREFIX, Segment
-from esgrpo.hooks.verl.run.plan import Setting, refuse
+from esgrpo.hooks.verl.run.plan import ROLLOUT, Setting, refuse
 
 # denominators that do not depend on which rows were kept; their losses are sums over a row's tokens
 FIXED_DENOMINATORS = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-sum")
@@ -14,11 +19,8 @@ NOT_HOMOGENEOUS = ("clip_cov", "kl_cov", "dro")
 
 def lines(config, segment: Segment):
     """Yields settings to change and lines to say; raises ConfigError for what cannot be right."""
-    rollout = config.actor_rollout_ref.rollout
     if segment.prunes:
-        if segment.prune.finish_group_after > rollout.n:
-            refuse(f"{PREFIX}.prune.finish_group_after", segment.prune.finish_group_after,
-                   f"at most rollout.n = {rollout.n}", "lower it")
+        _can_cut(config, segment)
         estimator, treatment = str(config.algorithm.adv_estimator), segment.prune.treatment
         if treatment == Treatment.FAILED:
             pass  # rows as all others
@@ -33,6 +35,38 @@ def lines(config, segment: Segment):
         yield from loops(config, segment)
     if segment.enable and segment.prune.verdict.enable:
         yield from _needs_log_probs(config, "prune.verdict tells failures by the log-probs of tokens, too")
+
+
+def _up(value: float) -> float:
+    """Rounded so that what a message asks for is enough."""
+    return math.ceil(1e4 * value) / 1e4
+
+
+def _can_cut(config, segment: Segment) -> None:
+    """Refuses a rule that is on and could never cut anything."""
+    prune, size, budget = segment.prune, config.actor_rollout_ref.rollout.n, config.data.max_response_length
+    audit, masked = prune.audit, prune.treatment == Treatment.MASKED
+    forecasts = prune.resolved.enable or prune.finish_group_after > 0
+    if prune.finish_group_after >= size:
+        refuse(f"{PREFIX}.prune.finish_group_after", prune.finish_group_after,
+               f"less than rollout.n = {size}: whom it could cut is done by then", "lower it")
+    if forecasts and size <= AT_LEAST:
+        refuse(f"{ROLLOUT}.n", size, f"at least {AT_LEAST + 1} with group rules of {PREFIX}.prune",
+               f"raise it, or switch the rules off: {AT_LEAST} members of a group are never cut")
+    # a loop whose row is trained is not capped
+    if (forecasts or prune.verdict.enable or (masked and segment.audited)) and not has_room(audit.max_fraction, size):
+        refuse(f"{PREFIX}.prune.audit.max_fraction", audit.max_fraction,
+               f"at least {_up(1 / size):g}, one of rollout.n = {size}",
+               "raise it: not one member of a group could be cut")
+    needed = provable_by(audit.max_false_rate)
+    if forecasts and needed > audit.window:
+        bound = _up(wilson_upper(0, audit.window))
+        refuse(f"{PREFIX}.prune.audit.max_false_rate", audit.max_false_rate,
+               f"at least {bound:g} with {PREFIX}.prune.audit.window={audit.window}, the bound without one false prune",
+               f"raise it{f', or the window to {needed}' * math.isfinite(needed)}: no group rule could ever cut")
+    if prune.verdict.enable and distance(prune.verdict.check_interval, budget) >= budget:
+        refuse(f"{PREFIX}.prune.verdict.check_interval", prune.verdict.check_interval,
+               f"less than data.max_response_length = {budget}", "lower it: no response would be looked at")
 
 
 def _weights(config, segment: Segment):
@@ -81,6 +115,8 @@ def loops(config, segment: Segment):
     if not segment.prune.audit.enable:
         yield (f"{PREFIX}.prune.repetition: nothing measures how many loops would have ended by themselves; "
                "prune.audit.enable=True exempts some of them by a coin (not with verl 0.7.0)")
-    if rule.min_span > config.data.max_response_length:
-        yield (f"{PREFIX}.prune.repetition: no loop will be found, because min_span = {rule.min_span} is more than "
-               f"data.max_response_length = {config.data.max_response_length}")
+    first, budget = first_proof(rule), config.data.max_response_length
+    if first >= budget:
+        yield (f"{PREFIX}.prune.repetition: no loop will be found, because with min_span = {rule.min_span} and "
+               f"check_interval = {rule.check_interval} the first is proven at {first} tokens, and "
+               f"data.max_response_length = {budget}")
