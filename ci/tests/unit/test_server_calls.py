@@ -60,4 +60,7 @@ def test_every_wait_for_an_actor_has_a_deadline(path):
     waits = [node for node in ast.walk(tree) if isinstance(node, ast.Await) and calls(node, "remote")]
     bare = [node for node in waits if not (isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
                                            and node.value.func.id in ("answers", "answers_if_any"))]
+    queue = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and "kv_" in node.attr
+             and ast.unparse(node.value).rpartition(".")[2] in ("transfer_queue", "tq")]
+    assert not queue or "no deadline of ours" in path.read_text(encoding="utf-8"), "nothing says why it may wait"
     assert path.name in NOT_OURS or not bare, f"lines {[node.lineno for node in bare]} wait without a deadline"
