@@ -15,6 +15,7 @@ from esgrpo.hooks.verl.run.plan import ROLLOUT, Setting, refuse
 FIXED_DENOMINATORS = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-sum")
 # clip_cov and kl_cov rank tokens by covariance with the advantage; dro adds a penalty that has none
 NOT_HOMOGENEOUS = ("clip_cov", "kl_cov", "dro")
+FINEST = 10_000  # parts of 1 in which a message gives a bound
 
 
 def lines(config, segment: Segment):
@@ -39,7 +40,7 @@ def lines(config, segment: Segment):
 
 def _up(value: float) -> float:
     """Rounded so that what a message asks for is enough."""
-    return math.ceil(1e4 * value) / 1e4
+    return math.ceil(FINEST * value) / FINEST
 
 
 def _can_cut(config, segment: Segment) -> None:
