@@ -1,7 +1,8 @@
 """Which keys of nested configuration dataclasses have an effect, from what their fields say of themselves.
 
 A section with a field `enable` needs it for all of its other fields; the metadata `needs` of a field or section names
-keys of which one must be on, that is, differ from its default.
+keys of which one must be on, that is, differ from its default; `nothing_at` is a value at which the field's section
+decides nothing, and what it still does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,20 @@ def spec_of(cls, key: str) -> dataclasses.Field:
     return next(spec for name, spec, _ in leaves(cls) if name == key)
 
 
+def _unmet(config, default, needs: tuple) -> tuple | None:
+    """The first of these conditions that is off."""
+    return next((names for names in needs
+                 if all(value_of(config, name) == value_of(default, name) for name in names)), None)
+
+
+def deciding_nothing(config, default):
+    """(key, value, what is left of it) of each leaf whose value makes what it belongs to decide nothing, though on."""
+    for key, spec, needs in leaves(type(config)):
+        nothing_at, left = spec.metadata.get("nothing_at") or (None, "")
+        if nothing_at is not None and value_of(config, key) == nothing_at and not _unmet(config, default, needs):
+            yield key, nothing_at, left
+
+
 def without_effect(config, given, default):
     """(key, value, what it needs) of each leaf that differs from `given` and `default` while what it needs is off.
 
@@ -40,7 +55,6 @@ def without_effect(config, given, default):
         value = value_of(config, key)
         if value in (value_of(given, key), value_of(default, key)):
             continue
-        for names in needs:
-            if all(value_of(config, name) == value_of(default, name) for name in names):
-                yield key, value, names
-                break
+        unmet = _unmet(config, default, needs)
+        if unmet is not None:
+            yield key, value, unmet

@@ -23,12 +23,15 @@ PREFIX = "actor_rollout_ref.rollout.segment"
 ENV_SEGMENT = "ESGRPO_SEGMENT"
 ENV_FEATURES = "ESGRPO_FEATURES"
 ENV_FACTS = "ESGRPO_FACTS"
+BOUNDARIES = ("boundary", "routing.tail_share")  # without one of them a boundary of a response is counted, no more
+COUNTED = "esgrpo/boundaries/mean"
 
 
-def _number(default, low, high, doc, open_low=False, needs=()):
-    """A numeric field with its inclusive range; None stands for no bound, open_low excludes `low` itself."""
+def _number(default, low, high, doc, open_low=False, needs=(), nothing_at=None, still=""):
+    """A numeric field with its inclusive range; None stands for no bound, open_low excludes `low` itself. `nothing_at`:
+    a value at which nothing is decided, and what is done then; `still`: what moves without what it needs."""
     return field(default=default, metadata={"low": low, "high": high, "doc": doc, "open_low": open_low,
-                                            "needs": needs})
+                                            "needs": needs, "nothing_at": nothing_at, "still": still})
 
 
 def _choice(default, options, doc, needs=()):
@@ -68,7 +71,7 @@ class Resolved:
     """Group rule: finished members agree and nobody who is left is likely to differ (VADE's zero-variance groups)."""
 
     enable: bool = _flag(False, "prune the rest of a group whose outcome is as good as known")
-    null_prob: float = _number(0.05, 0.0, 1.0, "largest probability that an unfinished member differs")
+    null_prob: float = _number(0.05, 0.0, 1.0, "largest probability that an unfinished member differs", open_low=True)
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Audit:
                          needs=("prune.resolved.enable", "prune.finish_group_after", "prune.repetition.enable",
                                 "prune.verdict.enable"))
     exempt_prob: float = _number(0.1, 0.0, 1.0, "a candidate for pruning runs to its end with this probability",
-                                 open_low=True)
+                                 open_low=True, nothing_at=(1.0, "nothing is cut, and what a cut would have cost is "
+                                                            "measured"))
     max_fraction: float = _number(0.5, 0.0, 1.0, "share of a group's members that may be pruned")
     window: int = _number(500, 10, None, "exempted candidates that the false-prune rate is computed from, per rule")
     min_candidates: int = _number(50, 1, None, "exempted candidates before a rule may prune; "
@@ -133,8 +137,10 @@ class Routing:
     enable: bool = _flag(False, "order prompts and choose replicas by predicted length")
     ageing: int = _number(64, 1, None, "a prompt goes next once this many others overtook it")
     lookahead: int = _number(0, 0, None, "prompts that may wait for their turn; 0: what runs at once")
-    short_quantile: float = _number(0.5, 0.0, 1.0, "predicted below this quantile of all lengths: never segmented")
-    tail_quantile: float = _number(0.8, 0.0, 1.0, "predicted above this quantile of all lengths: tail class")
+    short_quantile: float = _number(0.5, 0.0, 1.0, "predicted below this quantile of all lengths: never segmented",
+                                    needs=BOUNDARIES, still=COUNTED)
+    tail_quantile: float = _number(0.8, 0.0, 1.0, "predicted above this quantile of all lengths: tail class",
+                                   needs=("routing.tail_share",))
     # None by default: a share of 0.25 was slower in 17 of 20 simulated asynchronous settings, by 0.1 of verl's
     # updates/s where KV memory is scarce, and faster in three, by 0.02 at most; under a barrier it was slower, too
     tail_share: float = _number(0.0, 0.0, 0.9,
@@ -151,7 +157,9 @@ class Sampler:
     choice: str = _choice("expected", ("expected", "thompson"),
                           "p(1-p)^2: its mean under the posterior, or that of a sampled p (VADE)")
     candidates: int = _number(32, 2, 1024, "prompts drawn for one that is taken")
-    uniform: float = _number(0.1, 0.0, 1.0, "share of prompts taken without a choice, so that none is lost for ever")
+    uniform: float = _number(0.1, 0.0, 1.0, "share of prompts taken without a choice, so that none is lost for ever",
+                             nothing_at=(1.0, "no prompt is preferred: they are drawn at random, and one that was "
+                                         "taken rests"))
 
 
 @dataclass(frozen=True)
@@ -201,7 +209,8 @@ class Segment:
     seed: int = _number(0, 0, None, "of every random decision")
     enable: bool = _flag(False, "segment rollout")
     observe: bool = _flag(False, "measure and record, decide nothing (the baseline arm of a comparison)")
-    segment_length: int = _number(1024, 2, None, "tokens between two boundaries of a response", needs=("enable",))
+    segment_length: int = _number(1024, 2, None, "tokens between two boundaries of a response", needs=BOUNDARIES,
+                                  still=COUNTED)
     boundary: str = _choice("soft", ("soft", "yield"), "what a boundary does: evaluate only, or hand the response back",
                             needs=("enable",))
     capacity: int = _number(0, 0, None, "requests at which a replica is full, for bubble_rate; 0: max_num_seqs",
@@ -441,10 +450,20 @@ def _without_effect(segment: Segment):
     return conditions.without_effect(segment, _build(Segment, PROFILES[segment.profile], PREFIX), Segment())
 
 
-def idle(segment: Segment) -> list[str]:
-    """One line for each number or path that was set although what it belongs to is off."""
-    return [f"{PREFIX}.{key}={value}: no effect without {PREFIX}.{f' or {PREFIX}.'.join(needed)}"
-            for key, value, needed in _without_effect(segment)]
+def idle(segment: Segment, response_length: int | None = None) -> list[str]:
+    """One line for each number or path that was set although what it belongs to is off, or decides nothing by it.
+
+    Nobody is blamed for a `segment_length` that had to be set, because the default is above `response_length`.
+    """
+    forced = "segment_length" if (response_length or math.inf) < Segment.segment_length else ""
+    lines = []
+    for key, value, needed in _without_effect(segment):
+        still = conditions.spec_of(Segment, key).metadata.get("still")
+        if key != forced:
+            lines.append(f"{PREFIX}.{key}={value}: no effect {f'but on {still} ' if still else ''}without "
+                         f"{PREFIX}.{f' or {PREFIX}.'.join(needed)}")
+    return lines + [f"{PREFIX}.{key}={value}: {left}"
+                    for key, value, left in conditions.deciding_nothing(segment, Segment())]
 
 
 def features(segment: Segment, loss_mode: str) -> frozenset[str]:

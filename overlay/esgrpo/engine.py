@@ -128,8 +128,24 @@ def active_features() -> frozenset[str]:
     return frozenset(features)
 
 
+_versions: dict[tuple[str, ...], str] = {}  # (upstream, where it was looked for) -> version
+
+
 def upstream_version(upstream: str) -> str | None:
-    """Version from dist metadata or from a source checkout's version file; None when not installed."""
+    """Version from dist metadata or from a source checkout's version file; None when not installed.
+
+    Every hook asks. What was found holds as long as sys.path does; what was not is looked for again.
+    """
+    key = (upstream, *sys.path)
+    if key not in _versions:
+        version = _read_version(upstream)
+        if version is None:
+            return None
+        _versions[key] = version
+    return _versions[key]
+
+
+def _read_version(upstream: str) -> str | None:
     for name in (upstream, f"{upstream}-cpu"):
         try:
             version = metadata.version(name)

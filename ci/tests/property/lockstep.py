@@ -30,7 +30,7 @@ from esgrpo.algo import rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.segments import CONTINUE, SegmentBook
-from esgrpo.algo.terms import Outcome
+from esgrpo.algo.terms import PAYLOAD, Outcome
 from esgrpo.call import Call, wrapped
 from esgrpo.hooks.verl.groups import followed_members as group_members
 from esgrpo.hooks.verl.groups import rollout_driver
@@ -221,7 +221,7 @@ class ScriptedServer:
 
     def _end(self, key: str, outcome: str, rule: str = "") -> None:
         request, payload = self._close(key, outcome, rule)
-        self._answer(request, "completed", kv_transfer_params={rollout_driver.PAYLOAD: payload})
+        self._answer(request, "completed", kv_transfer_params={PAYLOAD: payload})
 
     def _answer(self, request: Request, stop_reason: str, **extra) -> None:
         request.future.set_result(TokenOutput(request.tokens, [0.0] * len(request.tokens), stop_reason=stop_reason,

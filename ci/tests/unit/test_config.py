@@ -187,7 +187,9 @@ def test_a_key_without_what_it_needs_is_refused_or_said(key, spec, needs):
         assert f"{PREFIX}.{key}" in str(error) and str(error).count(" | ") == 3
     else:
         assert spec.type in ("int", "float", "str") and "options" not in spec.metadata
-        assert any(line.startswith(f"{PREFIX}.{key}=") and "no effect without" in line for line in lines), lines
+        still = spec.metadata["still"] if spec.type != "str" else ""
+        wanted = f"no effect but on {still} without" if still else "no effect without"
+        assert any(line.startswith(f"{PREFIX}.{key}=") and wanted in line for line in lines), lines
     segment = parse(with_needs(values, needs))
     assert conditions.value_of(segment, key) == another(key, spec) and config.idle(segment) == []
     assert parse(json.loads(config.to_json(segment))) == segment  # what the driver accepted, every process does
@@ -198,6 +200,38 @@ def test_a_profile_is_blamed_for_nothing(profile):
     assert config.idle(parse({"profile": profile})) == []
     if profile != "elastic":  # whose history needs the main switch
         assert config.idle(parse({"profile": profile, "enable": False})) == []
+
+
+@pytest.mark.parametrize("values, said", [
+    ({"prune": {"resolved": {"enable": True}, "audit": {"enable": True, "exempt_prob": 1.0}}}, ["nothing is cut"]),
+    ({"history": {"enable": True}, "sampler": {"enable": True, "uniform": 1.0}}, ["no prompt is preferred"]),
+    ({"history": {"enable": True}, "sampler": {"enable": True, "uniform": 0.99}}, []),
+    ({"sampler": {"uniform": 1.0}}, ["no effect without"])])
+def test_a_value_at_which_nothing_is_decided_is_said(values, said):
+    lines = config.idle(parse({"enable": True, **values}))
+    assert len(lines) == len(said) and all(word in line for line, word in zip(lines, said, strict=True)), lines
+
+
+HISTORY = {"enable": True, "history": {"enable": True}}
+
+
+@pytest.mark.parametrize("values, idle", [
+    ({"segment_length": 256}, ["segment_length"]), ({"segment_length": 256, "boundary": "yield"}, []),
+    ({"segment_length": 1024}, []),
+    ({"routing": {"enable": True, "short_quantile": 0.3, "tail_quantile": 0.9}},
+     ["routing.short_quantile", "routing.tail_quantile"]),
+    ({"boundary": "yield", "routing": {"enable": True, "short_quantile": 0.3, "tail_quantile": 0.9}},
+     ["routing.tail_quantile"]),
+    ({"segment_length": 256, "routing": {"enable": True, "short_quantile": 0.3, "tail_quantile": 0.9,
+                                         "tail_share": 0.5}}, [])])
+def test_boundaries_and_classes_that_nothing_reads_are_said(values, idle):
+    lines = config.idle(parse({**HISTORY, **values}))
+    assert [line.partition("=")[0] for line in lines] == [f"{PREFIX}.{key}" for key in idle]
+
+
+def test_nobody_is_blamed_for_a_segment_length_that_the_response_length_asks_for():
+    segment = parse({**HISTORY, "segment_length": 256}, 512)
+    assert config.idle(segment, 512) == [] and len(config.idle(segment, 1024)) == 1
 
 
 @pytest.mark.parametrize("section, smaller, larger", config.IN_ORDER)

@@ -193,6 +193,76 @@ def test_rules_that_read_log_probs_have_verl_ask_for_them(rule):
         planned(composed("0.7.0", 1), prune=prune)
 
 
+AUDIT = {"audit": {"enable": True}}
+RESOLVED, LOOPS, VERDICT = ({name: {"enable": True}} for name in ("resolved", "repetition", "verdict"))
+MASKED = {"treatment": "masked"}
+
+
+def audited(rule, **audit):
+    return {**rule, "audit": {"enable": True, **audit}}
+
+
+@pytest.mark.parametrize("prune, n, said", [
+    ({**AUDIT, **MASKED, "finish_group_after": 8}, 8, "finish_group_after: 8 .*less than rollout.n = 8"),
+    ({**AUDIT, **MASKED, "finish_group_after": 7}, 8, ""),
+    (audited(RESOLVED), 2, "rollout.n: 2 .*at least 3"), (audited(RESOLVED), 3, ""), (audited(VERDICT), 2, ""),
+    (audited(RESOLVED, max_fraction=0.0), 8, "max_fraction: 0.0 .*at least 0.125"),
+    (audited(RESOLVED, max_fraction=0.3333), 3, "max_fraction: 0.3333 .*at least 0.3334"),
+    (audited(RESOLVED, max_fraction=0.3334), 3, ""),
+    (audited(VERDICT, max_fraction=0.1), 8, "max_fraction: 0.1 "),
+    ({**audited(LOOPS, max_fraction=0.1), **MASKED}, 8, "max_fraction: 0.1 "),
+    ({**LOOPS, **MASKED, "audit": {"max_fraction": 0.1}}, 8, ""),  # nobody tosses a coin of them
+    (audited(LOOPS, max_fraction=0.0), 8, ""),  # a loop whose row is trained costs no sibling
+    (audited(RESOLVED, window=60), 8, "max_false_rate: 0.05 .*at least 0.0602 .*window to 73"),
+    (audited(RESOLVED, window=73), 8, ""), (audited(RESOLVED, window=60, max_false_rate=0.0602), 8, ""),
+    (audited(RESOLVED, max_false_rate=0.0), 8, "max_false_rate: 0.0 .*at least 0.0077"),
+    (audited(RESOLVED, max_false_rate=0.0077), 8, ""),
+    ({**MASKED, "finish_group_after": 3, **audited({}, max_false_rate=0.0)}, 8, "max_false_rate: 0.0 "),
+    (audited(LOOPS, max_false_rate=0.0), 8, ""),  # proven loops go until the first false one
+    (audited(VERDICT, max_false_rate=0.0), 8, ""),  # the gate has bounds of its own
+    (audited({"verdict": {"enable": True, "check_interval": 64}}), 8, "check_interval: 64 .*less than .* = 64"),
+    (audited({"verdict": {"enable": True, "check_interval": 63}}), 8, "")])
+def test_a_rule_that_could_never_cut_is_refused(prune, n, said):
+    config = composed("fully_async", 1, actor_rollout_ref={"rollout": {"n": n}})
+    if not said:
+        planned(config, prune=prune)
+        return
+    with pytest.raises(ConfigError, match=said) as refused:
+        planned(config, prune=prune)
+    assert str(refused.value).count(" | ") == 3
+
+
+@pytest.mark.parametrize("span, interval, response, said", [
+    (256, 128, 257, False), (256, 128, 256, True), (256, 200, 400, True), (256, 200, 401, False),
+    (256, 5000, 4096, True), (3500, 3000, 6000, True)])
+def test_a_look_for_loops_that_no_response_comes_to_is_said(span, interval, response, said):
+    """The first look at which a loop can be proven, held against the responses of a book that are one loop."""
+    from esgrpo.algo.segments import CONTINUE, SegmentBook
+
+    rule = {"enable": True, "min_span": span, "check_interval": interval}
+    config = composed("fully_async", 1, data={"max_response_length": response})
+    lines = planned(config, prune=audited({"repetition": rule}))
+    assert any("no loop will be found" in line for line in lines.lines) == said
+    book = SegmentBook(settings.parse({"enable": True, "segment_length": 1 << 30, "prune": {"repetition": rule}}))
+    book.add("a", "g", 0, 0)
+    found = False
+    for count in range(1, response):  # at its last token it has ended
+        if book.advance():
+            found = found or book.look("a", [7] * count, (0.0, count)).outcome != CONTINUE
+    assert found != said
+
+
+@pytest.mark.parametrize("loss, refused", [("vanilla", True), ("sais", True), ("pois", False)])
+def test_an_anchor_that_no_loss_reads_is_refused(loss, refused):
+    config = composed("fully_async", 1, actor_rollout_ref={"actor": {"policy_loss": {"loss_mode": loss}}})
+    planned(config)
+    if refused:
+        with pytest.raises(ConfigError, match="pois.anchor: 'token' .*loss_mode pois"):
+            planned(config, pois={"anchor": "token"})
+    else:
+        assert planned(config, pois={"anchor": "token"}).segment.pois.anchor == "token"
+
+
 OWN_TRIGGER = {"staleness_threshold": 0.1, "trigger_parameter_sync_step": 4}  # verl's
 WITHOUT_A_FILTER = [
     ("0.7.0", False, {}, "from 0.9.0 on"), ("separate_async", True, {}, "verl's own filter does it"),

@@ -240,3 +240,21 @@ def test_boot_is_idempotent_and_refuses_a_slug_twice(script):
               "except engine.HookError as error: print(json.dumps(str(error)))")
     assert script(source.replace("{}", "('one',)"))[0] == "hooked plain x"
     assert "esgrpo: a: declared twice" in script(source.replace("{}", "('one', 'two')"))[0]
+
+
+def test_the_version_of_an_upstream_is_read_once_for_a_path(tmp_path, monkeypatch):
+    def made(folder: str, version: str):
+        (tmp_path / folder / "upstream_of_a_test.dist-info").mkdir(parents=True)
+        (tmp_path / folder / "upstream_of_a_test.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: upstream-of-a-test\nVersion: {version}+cpu\n")
+        return tmp_path / folder
+
+    reads, read = [], engine.metadata.version
+    monkeypatch.setattr(engine.metadata, "version", lambda name: reads.append(name) or read(name))
+    name = "upstream-of-a-test"
+    assert engine.upstream_version(name) is None and engine.upstream_version(name) is None
+    assert len(reads) == 4  # it may come: both names are asked for each time
+    monkeypatch.syspath_prepend(made("old", "1.0"))
+    assert [engine.upstream_version(name) for _ in range(3)] == ["1.0"] * 3 and len(reads) == 5
+    monkeypatch.syspath_prepend(made("new", "2.0"))
+    assert engine.upstream_version(name) == "2.0" and len(reads) == 6

@@ -148,8 +148,8 @@ def gradient_of(name, advantages, tmp):
 
 @pytest.mark.parametrize("name", all_of_verls_losses())
 def test_a_weight_in_the_advantage_is_a_weight_of_the_row(name):
-    """Row weight w folded into A gives w times the row's gradient; the losses that config_rules refuses do not."""
-    from esgrpo.hooks.verl.run.config_rules import NOT_HOMOGENEOUS
+    """Row weight w folded into A gives w times the row's gradient; the losses that pruning_rules refuses do not."""
+    from esgrpo.hooks.verl.run.pruning_rules import NOT_HOMOGENEOUS
 
     torch.manual_seed(3)
     rows = {"old": -torch.rand(4, 6, dtype=torch.float64), "mask": torch.ones(4, 6, dtype=torch.float64)}

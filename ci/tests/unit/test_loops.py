@@ -20,7 +20,7 @@ from esgrpo.algo.terms import Rule
 from esgrpo.call import Call
 from esgrpo.config import Repetition
 from esgrpo.hooks.verl.groups import client_attempts
-from esgrpo.hooks.verl.run import config_rules
+from esgrpo.hooks.verl.run import pruning_rules
 
 RULE = Repetition(enable=True)
 # control: what once was a proven loop
@@ -300,7 +300,7 @@ def lines_of(log_probs: bool, response: int, **prune) -> list:
     rollout = Node(calculate_log_probs=log_probs)
     run = Node(actor_rollout_ref=Node(rollout=rollout), data=Node(max_response_length=response))
     segment = config.parse({"enable": True, "prune": {"repetition": {"enable": True}, **prune}})
-    return list(config_rules._loops(run, segment))
+    return list(pruning_rules.loops(run, segment))
 
 
 def test_log_probs_are_switched_on_for_the_rule_and_what_cannot_work_is_said():

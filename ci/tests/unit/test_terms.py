@@ -84,3 +84,18 @@ def test_metrics_of_a_batch_know_no_clock():
     found = batch_metrics(rows, 5.0, devices=2)
     assert (found["effective_token_throughput"], found["waste/pruned"], found["prune/rate"]) == (1.0, 3, 0.5)
     assert batch_metrics(rows, 0.0, devices=2)["effective_token_throughput"] == 0.0
+
+
+def test_keys_that_several_hooks_share_are_written_once():
+    """The partition of v1's queue, how its keys end, and the key of what an engine hands back."""
+    from esgrpo.hooks import verl
+
+    hooks = Path(verl.__file__).parents[1]
+    trees = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in hooks.rglob("*.py")
+             if "v1" in path.parts or path.name in ("rollout_driver.py", "segment_mixin.py")}
+    literals = {name: [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+                for name, tree in trees.items()}
+    assert [name for name, found in literals.items() if "train" in found] == ["queue_rows.py"]
+    assigned = [target.id for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Assign)
+                for target in node.targets if isinstance(target, ast.Name)]
+    assert assigned.count("AFTER_UID") == 1 and not {"KEY_TAIL", "PARTITION", "PAYLOAD"} & set(assigned)

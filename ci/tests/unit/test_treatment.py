@@ -225,14 +225,16 @@ def test_a_predicted_reward_has_no_kl_penalty():
     from omegaconf import OmegaConf
 
     from esgrpo.errors import ConfigError
-    from esgrpo.hooks.verl.run.config_rules import _pruning
+    from esgrpo.hooks.verl.run.pruning_rules import lines
 
-    config_ = OmegaConf.create({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanilla"}}},
-                                "algorithm": {"use_kl_in_reward": True}, "data": {"max_response_length": 64}})
+    config_ = OmegaConf.create({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanilla"}},
+                                                      "rollout": {"n": 8}},
+                                "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": True},
+                                "data": {"max_response_length": 64}})
     segment = config.parse({"enable": True, "prune": {"treatment": "value", "repetition": {"enable": True},
                                                       "audit": {"enable": True}}})
     with pytest.raises(ConfigError, match="use_kl_in_reward"):
-        list(_pruning(config_, segment))
+        list(lines(config_, segment))
 
 
 def test_a_record_says_what_became_of_the_response():

@@ -48,15 +48,25 @@ def wilson_upper(events: float, trials: float, z: float = Z_95) -> float:
     return min(1.0, (centre + spread) / (1 + square / trials))
 
 
+def provable_by(max_false_rate: float) -> float:
+    """Exempted outcomes by which the bound can be met at all; infinite for a rate of 0.
+
+    Without a single false prune the Wilson bound of n outcomes is z^2 / (n + z^2): 73 of them for 5 %.
+    """
+    return math.ceil(Z_95 * Z_95 * (1 - max_false_rate) / max_false_rate) if max_false_rate > 0 else math.inf
+
+
 def outcomes_needed(settings: config.Audit) -> int:
     """Exempted outcomes before a rule may prune: `min_candidates`, and enough for the bound to be met at all.
 
-    Without a single false prune the Wilson bound of n outcomes is z^2 / (n + z^2): 73 of them for 5 %. More than the
-    window holds is never waited for; a rule whose bound cannot be met then never prunes.
+    More than the window holds is never waited for: a rule that forecasts then never prunes, and the driver refuses it.
     """
-    rate = settings.max_false_rate
-    provable = math.ceil(Z_95 * Z_95 * (1 - rate) / rate) if rate > 0 else settings.window
-    return min(settings.window, max(settings.min_candidates, provable))
+    return min(settings.window, max(settings.min_candidates, provable_by(settings.max_false_rate)))
+
+
+def has_room(max_fraction: float, size: int, pruned: int = 0) -> bool:
+    """One more of a group's `size` members may be pruned."""
+    return pruned + 1 <= max_fraction * size
 
 
 @dataclass(frozen=True)
@@ -134,7 +144,7 @@ class Audit:
         """(pi, reason): a function of what is known before the coin."""
         if candidate.others < AT_LEAST and candidate.capped:
             return 1.0, TOO_FEW
-        if candidate.capped and candidate.pruned + 1 > self.settings.max_fraction * candidate.size:
+        if candidate.capped and not has_room(self.settings.max_fraction, candidate.size, candidate.pruned):
             return 1.0, CAP
         false, trials = self.evidence(candidate.rule)
         if candidate.proven:

@@ -82,6 +82,11 @@ def repeats(tokens: Sequence[int], span: int, longest: int) -> bool:
     return False
 
 
+def first_proof(rule: Repetition) -> int:
+    """Tokens at which a loop can be proven for the first time: the first look that is min_span tokens in."""
+    return next_multiple(rule.min_span - 1, rule.check_interval)
+
+
 # What is known of a response at a look: its tokens, the sum of their log-probs, and how many of them have a log-prob.
 # The last two count from the start of the present attempt, so those of earlier attempts are negative.
 Mark = tuple[int, float, int]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+PAYLOAD = "esgrpo"  # key in kv_transfer_params, vLLM's dict from scheduler to RequestOutput: what the book knows of it
+
 
 class _Word(str, enum.Enum):
     """A string with a closed set of values; prints and serialises as its value (enum.StrEnum, which 3.10 lacks)."""

@@ -20,6 +20,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from esgrpo import config
+from esgrpo.algo.audit import has_room
 from esgrpo.algo.verdict_features import (
     FEATURES,
     LENGTH_FEATURES,
@@ -167,7 +168,7 @@ class Verdicts:
                 model.learn(row, probability)
 
     def _decide(self, group: Group, probability: float, kept: bool) -> Decision:
-        if kept or not self.open or group.cut + 1 > self.settings.max_fraction * group.size:
+        if kept or not self.open or not has_room(self.settings.max_fraction, group.size, group.cut):
             return Decision(WATCH, probability, 1.0)
         if self._rng.random() < self.settings.audit:
             return Decision(AUDIT, probability, self.settings.audit)

@@ -48,7 +48,7 @@ def esgrpo_progress(self, group):
 
 
 def esgrpo_take_aborted(self, group, member):
-    return self.scheduler.segment_take_aborted(group, member)
+    return _ask_scheduler(self, "segment_take_aborted", None, group, member)
 
 
 def esgrpo_set_segment_length(self, group, length, tail=False):

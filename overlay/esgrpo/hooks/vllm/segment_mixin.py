@@ -15,11 +15,10 @@ from collections import Counter, OrderedDict, deque
 
 from esgrpo.algo.accounting import Occupancy
 from esgrpo.algo.segments import CONTINUE, PRUNE, YIELD, SegmentBook
-from esgrpo.algo.terms import Outcome
+from esgrpo.algo.terms import PAYLOAD, Outcome
 from esgrpo.hooks.vllm.headroom import Headroom
 
 ABORTED_KEPT = 4096  # more than run at once; who asks, asks at once
-PAYLOAD = "esgrpo"  # key in kv_transfer_params, the dict that vLLM carries from scheduler to RequestOutput
 STOP_REASON = {PRUNE: "pruned", YIELD: "segment"}
 # what a client may say about an attempt -> argument of SegmentBook.add
 FIELDS = {name: name for name in ("group", "member", "done_before", "length_class", "move", "exempt", "marks")}

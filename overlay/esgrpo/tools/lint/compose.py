@@ -133,13 +133,14 @@ def _overlay(config, main: str) -> list[dict]:
         raw = config.actor_rollout_ref.rollout.get("segment")
         raw = OmegaConf.to_container(raw, resolve=True) if OmegaConf.is_config(raw) else raw
         length = config.data.max_response_length
-        segment = settings.parse(raw, length if isinstance(length, int) else None)
+        length = length if isinstance(length, int) else None
+        segment = settings.parse(raw, length)
         loss = config.actor_rollout_ref.actor.get("policy_loss", {}).get("loss_mode", "vanilla")
         features = settings.features(segment, loss)
         if features and config.trainer.get("use_v1", False) and config.get("async_training") is None:
             features |= {"v1"}
         said.append({"features": sorted(features)})
-        said += [{"idle": line} for line in settings.idle(segment)]
+        said += [{"idle": line} for line in settings.idle(segment, length)]
         plan = config_rules.Plan(segment)
         try:
             config_rules.fill(plan, config, features)

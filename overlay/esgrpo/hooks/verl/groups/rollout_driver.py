@@ -22,6 +22,7 @@ from esgrpo.algo import rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.looks import ASK_EVERY_S
+from esgrpo.algo.terms import PAYLOAD
 from esgrpo.algo.verdict import verdicts_of
 from esgrpo.algo.verdict_features import Glance
 from esgrpo.errors import EsgrpoError, say
@@ -31,7 +32,6 @@ from esgrpo.hooks.verl.server.calls_with_deadline import answers
 from esgrpo.hooks.verl.server.control_methods import methods
 
 ABORTED = ("aborted", "abort")  # stop reasons at which verl's client submits again
-PAYLOAD = "esgrpo"  # key in kv_transfer_params under which an engine says what its book knows of an attempt
 ADVICE = (rollout.Ask, rollout.Finish, rollout.JoinTail, rollout.Share, rollout.Teach)
 
 current: contextvars.ContextVar[Seat | None] = contextvars.ContextVar("esgrpo_seat", default=None)

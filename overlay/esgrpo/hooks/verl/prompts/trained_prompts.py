@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from esgrpo.engine import Hook
 from esgrpo.errors import EsgrpoError, say
+from esgrpo.hooks.verl.server import calls_with_deadline
 
 _TRAINER = "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer"
 
@@ -28,9 +29,6 @@ async def around(call):
     _epoch, batch = result
     taken(trainer, batch)
     return result
-
-
-ANSWER_TIMEOUT_S = 120.0
 
 
 def taken(trainer, batch) -> None:
@@ -66,12 +64,12 @@ def wait(trainer) -> None:
     prompts = owned.of(trainer, owned.TrainedPrompts)
     under_way, prompts.under_way = prompts.under_way, []
     try:
-        ray.get(under_way, timeout=ANSWER_TIMEOUT_S)
+        ray.get(under_way, timeout=calls_with_deadline.ANSWER_DEADLINE_S)
     except ray.exceptions.GetTimeoutError:
         say_silent("the rollouter")
 
 
 def say_silent(who: str) -> None:
-
-    say(EsgrpoError("trained prompts", f"{who} is silent for {ANSWER_TIMEOUT_S:.0f} s", "an answer",
+    seconds = calls_with_deadline.ANSWER_DEADLINE_S
+    say(EsgrpoError("trained prompts", f"{who} is silent for {seconds:.0f} s", "an answer",
                     "a restart from the next checkpoint may train some prompts twice", f"see the log of {who}"))

@@ -7,35 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass, field
 
 from esgrpo.algo.null_groups import a_batch_can_wait, alike_is_null
-from esgrpo.algo.terms import NullGroups, Treatment
+from esgrpo.algo.terms import NullGroups
 from esgrpo.config import PREFIX, Segment
-from esgrpo.errors import ConfigError
-from esgrpo.hooks.verl.run import overlap_rules
-
-STOPS = "the run does not start"
-ROLLOUT = "actor_rollout_ref.rollout"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A key of verl, its new value, and why."""
-
-    key: str
-    value: object
-    why: str
-
-
-@dataclass
-class Plan:
-    """What the driver has to do before Ray starts. `files` maps paths to their text, `lines` is what it says."""
-
-    segment: Segment  # with what was decided here
-    settings: dict[str, object] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+from esgrpo.hooks.verl.run import overlap_rules, pruning_rules
+from esgrpo.hooks.verl.run.plan import ROLLOUT, Plan, Setting, refuse
 
 
 def fill(found: Plan, config, features: frozenset[str], run_dir: str = "RUN_DIR",
@@ -62,46 +39,28 @@ def fill(found: Plan, config, features: frozenset[str], run_dir: str = "RUN_DIR"
         _router(config, found, run_dir)
 
 
-def _refuse(key: str, found, wanted: str, todo: str):
-    raise ConfigError(key, f"{found!r}", wanted, STOPS, todo)
-
-
 def check_model_path(path: str) -> None:
     """A local path that is not there ends in three tracebacks of transformers; a hub name is left to it."""
     local = path.startswith(("/", "./", "../", "~"))
     if local and not os.path.isdir(os.path.expanduser(path)):
-        _refuse("actor_rollout_ref.model.path", path, "a directory with a model", "correct the path")
+        refuse("actor_rollout_ref.model.path", path, "a directory with a model", "correct the path")
 
 
 def _rules(config, found: Plan, features: frozenset[str]):
     """Yields settings to change and lines to say."""
     segment = found.segment
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    if segment.prunes:
-        if segment.prune.finish_group_after > rollout.n:
-            _refuse(f"{PREFIX}.prune.finish_group_after", segment.prune.finish_group_after,
-                    f"at most rollout.n = {rollout.n}", "lower it")
-        estimator, treatment = str(config.algorithm.adv_estimator), segment.prune.treatment
-        if treatment == Treatment.FAILED:
-            pass  # rows as all others
-        elif estimator == "grpo":
-            yield Setting("algorithm.adv_estimator", "grpo_segment",
-                          f"{PREFIX}.prune.treatment={treatment} changes the group statistics")
-        elif estimator != "grpo_segment":
-            _refuse("algorithm.adv_estimator", estimator, f"grpo or grpo_segment with {PREFIX}.prune.treatment="
-                    f"{treatment}", f"set it, or {PREFIX}.prune.treatment=failed")
-    yield from _pruning(config, segment)
-    if segment.enable and segment.prune.repetition.enable:
-        yield from _loops(config, segment)
-    if segment.enable and segment.prune.verdict.enable:
-        yield from _needs_log_probs(config, "prune.verdict tells failures by the log-probs of tokens, too")
+    yield from pruning_rules.lines(config, segment)
     if "v1" in features:
         yield from _v1(config, segment, features)
+    if segment.pois.anchor != "auto" and "pois" not in features:
+        refuse(f"{PREFIX}.pois.anchor", segment.pois.anchor, "actor.policy_loss.loss_mode pois with it",
+               "set the loss_mode, or drop it: no other loss reads it")
     if features & {"pois", "sais"}:
         yield from _losses(config, found, features)
     if "dmmpt" in features:
         if not features & {"pois", "sais"}:
-            _refuse(f"{PREFIX}.dmmpt.enable", True, "actor.policy_loss.loss_mode pois or sais", "set the loss_mode")
+            refuse(f"{PREFIX}.dmmpt.enable", True, "actor.policy_loss.loss_mode pois or sais", "set the loss_mode")
         if not actor.get("calculate_entropy", False):
             yield Setting("actor_rollout_ref.actor.calculate_entropy", True, "DMMPTs need the entropy")
     if "keep" in features:
@@ -112,8 +71,8 @@ def _rules(config, found: Plan, features: frozenset[str]):
     if segment.overlap.enable:
         yield from overlap_rules.lines(config, segment)
     if (segment.enable or segment.observe) and rollout.name != "vllm":
-        _refuse("actor_rollout_ref.rollout.name", rollout.name, "vllm with segment.enable or segment.observe",
-                "use the vllm rollout")
+        refuse("actor_rollout_ref.rollout.name", rollout.name, "vllm with segment.enable or segment.observe",
+               "use the vllm rollout")
 
 
 def _null_groups(config, found: Plan, v1: bool):
@@ -124,7 +83,7 @@ def _null_groups(config, found: Plan, v1: bool):
     if on and missing:
         why, instead = missing
         if mode == NullGroups.REPLACE:
-            _refuse(key, mode, f"{NullGroups.TRAIN}: {why}", instead)
+            refuse(key, mode, f"{NullGroups.TRAIN}: {why}", instead)
         found.segment, on = dataclasses.replace(segment, null_groups=NullGroups.TRAIN), False
         yield f"{key}: {mode} -> {NullGroups.TRAIN}, because {why}"
     if fully_async is not None and asked.get("enable") and not (on and mode == NullGroups.REPLACE):
@@ -175,67 +134,10 @@ def _has_hybrids(config) -> bool:
     return bool(config.actor_rollout_ref.get("hybrid_engine", True))
 
 
-# denominators that do not depend on which rows were kept; their losses are sums over a row's tokens
-FIXED_DENOMINATORS = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-sum")
-# clip_cov and kl_cov rank tokens by covariance with the advantage; dro adds a penalty that has none
-NOT_HOMOGENEOUS = ("clip_cov", "kl_cov", "dro")
-
-
-def _pruning(config, segment: Segment):
-    """What weights and predictions need: no estimated spread, a fixed denominator, a loss linear in the advantage.
-
-    Nothing that is known to be biased is left as it is: each setting is changed, and said.
-    """
-    actor = config.actor_rollout_ref.actor
-    legacy = "compute_prox_log_prob" in (config.get("async_training") or {})  # verl 0.7.0
-    if legacy and segment.audited:
-        _refuse(f"{PREFIX}.prune.audit.enable", True, "False with verl 0.7.0", "its agent loops ask no replica for "
-                "progress and its estimator gets no weights: switch the rules off, or use verl 0.9.1")
-    if not segment.weighted:
-        return
-    loss_mode = actor.policy_loss.get("loss_mode", "vanilla")
-    if loss_mode in NOT_HOMOGENEOUS:
-        _refuse("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode, "another loss with audited pruning",
-                "it is not proportional to the advantage, which carries the row weights: choose pois, sais or vanilla")
-    treatment = segment.prune.treatment
-    if treatment == Treatment.VALUE and config.algorithm.get("use_kl_in_reward", False):
-        _refuse("algorithm.use_kl_in_reward", True, f"False with {PREFIX}.prune.treatment=value",
-                "a predicted reward has no KL penalty: use actor.use_kl_loss, or prune.treatment=failed")
-    mode = actor.get("loss_agg_mode", "token-mean")
-    if mode not in FIXED_DENOMINATORS:
-        yield Setting("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-sum-norm",
-                      f"{mode} divides by what pruning leaves, and the weighted gradient would be biased")
-        mode = "seq-mean-token-sum-norm"
-    if mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor") is None:
-        yield Setting("actor_rollout_ref.actor.loss_scale_factor", config.data.max_response_length,
-                      "verl would divide by the longest response of each micro-batch, which pruning changes (now by "
-                      "data.max_response_length)")
-    if config.algorithm.get("norm_adv_by_std_in_grpo", True):
-        yield Setting("algorithm.norm_adv_by_std_in_grpo", False,
-                      f"{PREFIX}.prune.treatment={treatment} does not know a complete group's standard deviation")
-
-
-def _needs_log_probs(config, why: str):
-    if not config.actor_rollout_ref.rollout.calculate_log_probs:
-        yield Setting("actor_rollout_ref.rollout.calculate_log_probs", True, f"{PREFIX}.{why}")
-
-
-def _loops(config, segment: Segment):
-    """A loop is proven by the log-probs of its tokens, which verl asks its engines for only if it is told to."""
-    rule = segment.prune.repetition
-    yield from _needs_log_probs(config, "prune.repetition proves a loop by the log-probs of its tokens")
-    if not segment.prune.audit.enable:
-        yield (f"{PREFIX}.prune.repetition: nothing measures how many loops would have come out right; "
-               "prune.audit.enable=True exempts some of them by a coin (not with verl 0.7.0)")
-    if rule.min_span > config.data.max_response_length:
-        yield (f"{PREFIX}.prune.repetition: no loop will be found, because min_span = {rule.min_span} is more than "
-               f"data.max_response_length = {config.data.max_response_length}")
-
-
 def _sampler(config):
     if "compute_prox_log_prob" in (config.get("async_training") or {}):
-        _refuse(f"{PREFIX}.sampler.enable", True, "False with verl 0.7.0", "its rollouter learns of no outcome, and "
-                "prompts would be drawn from priors: use verl 0.9.1")
+        refuse(f"{PREFIX}.sampler.enable", True, "False with verl 0.7.0", "its rollouter learns of no outcome, and "
+               "prompts would be drawn from priors: use verl 0.9.1")
     data = config.data
     workers = data.get("dataloader_num_workers", 0)
     if workers:
@@ -270,25 +172,25 @@ def _losses(config, found: Plan, features: frozenset[str]):
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     correction = config.algorithm.get("rollout_correction") or {}
     if "sais" in features and not rollout.calculate_log_probs:
-        _refuse("actor_rollout_ref.rollout.calculate_log_probs", False, "True with loss_mode=sais",
-                "set it: SAIS needs the log-probs of the version that made each token")
+        refuse("actor_rollout_ref.rollout.calculate_log_probs", False, "True with loss_mode=sais",
+               "set it: SAIS needs the log-probs of the version that made each token")
     fully_async = config.get("async_training") or {}
     legacy = "compute_prox_log_prob" in fully_async  # verl 0.7.0: the loss is handed the stored log-probs
     if "sais" in features and not legacy and not correction.get("bypass_mode", False):
-        _refuse("algorithm.rollout_correction.bypass_mode", correction.get("bypass_mode"), "True with loss_mode=sais",
-                "set it: else verl recomputes the log-probs that SAIS must read as stored")
+        refuse("algorithm.rollout_correction.bypass_mode", correction.get("bypass_mode"), "True with loss_mode=sais",
+               "set it: else verl recomputes the log-probs that SAIS must read as stored")
     if "pois" not in features:
         return
     if actor.ppo_epochs > 1:
-        _refuse("actor_rollout_ref.actor.ppo_epochs", actor.ppo_epochs, "1 with loss_mode=pois",
-                "nothing clips drift under POIS: set it to 1")
+        refuse("actor_rollout_ref.actor.ppo_epochs", actor.ppo_epochs, "1 with loss_mode=pois",
+               "nothing clips drift under POIS: set it to 1")
     anchor, lines = _anchor(config, found.segment.pois.anchor, "v1" in features)
     found.segment = dataclasses.replace(found.segment, pois=dataclasses.replace(found.segment.pois, anchor=anchor))
     yield from lines
     if anchor == "version" and legacy:
         if not fully_async.use_rollout_log_probs:
-            _refuse("async_training.use_rollout_log_probs", False, "True with pois.anchor=version",
-                    "set it: else old log-probs are those of the current weights")
+            refuse("async_training.use_rollout_log_probs", False, "True with pois.anchor=version",
+                   "set it: else old log-probs are those of the current weights")
         if not fully_async.compute_prox_log_prob:
             yield Setting("async_training.compute_prox_log_prob", True, VERSION_NEEDS)
     elif anchor == "version" and correction.get("bypass_mode", False):
@@ -357,12 +259,12 @@ def _router(config, found: Plan, run_dir: str) -> None:
         return
     ours = tail_router.config_path(run_dir)
     if rollout.router_config_path not in (None, "", ours):
-        _refuse(f"{ROLLOUT}.router_config_path", rollout.router_config_path, f"null with {share} above 0",
-                f"verl mounts one router, and two cannot both choose the replica: drop yours, or set {share}=0, which "
-                "leaves yours alone")
+        refuse(f"{ROLLOUT}.router_config_path", rollout.router_config_path, f"null with {share} above 0",
+               f"verl mounts one router, and two cannot both choose the replica: drop yours, or set {share}=0, which "
+               "leaves yours alone")
     if rollout.get("full_determinism", False):
-        _refuse(f"{ROLLOUT}.full_determinism", True, f"False with {share} above 0",
-                f"replicas for the tail follow the load: drop it, or set {share}=0")
+        refuse(f"{ROLLOUT}.full_determinism", True, f"False with {share} above 0",
+               f"replicas for the tail follow the load: drop it, or set {share}=0")
     found.files[ours] = tail_router.config_text(found.segment)
     if rollout.router_config_path != ours:
         found.settings[f"{ROLLOUT}.router_config_path"] = ours

@@ -44,7 +44,7 @@ def prepare(config) -> None:
     rollout = config.actor_rollout_ref.rollout
     raw = rollout.get("segment")
     segment = settings.parse(_plain(raw), config.data.max_response_length)
-    for line in (*settings.idle(segment), *_unwritable_history(segment)):
+    for line in (*settings.idle(segment, config.data.max_response_length), *_unwritable_history(segment)):
         say(f"esgrpo: {line}")
     loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     features = settings.features(segment, loss_mode)

@@ -11,8 +11,8 @@ from collections import Counter
 
 from esgrpo import engine
 from esgrpo.errors import HookError, say
+from esgrpo.hooks.verl.server import calls_with_deadline
 
-ANSWER_TIMEOUT_S = 120.0
 REPORTERS = ("engine-core-utilities", "server-control", "partial-server-control")  # what an EngineCore reports through
 
 
@@ -83,7 +83,7 @@ def _ask(handles: dict[str, list]) -> list[dict]:
     reports = []
     for process, reference in pending:
         try:
-            answer = ray.get(reference, timeout=ANSWER_TIMEOUT_S)
+            answer = ray.get(reference, timeout=calls_with_deadline.ANSWER_DEADLINE_S)
         except Exception as error:
             problem = HookError("handshake", f"a {process} cannot answer: {type(error).__name__}: "
                             + str(error).strip().splitlines()[-1], "its hook states",
@@ -103,9 +103,9 @@ def _handles(process: str, reference):
     import ray
 
     try:
-        return ray.get(reference, timeout=ANSWER_TIMEOUT_S)
+        return ray.get(reference, timeout=calls_with_deadline.ANSWER_DEADLINE_S)
     except ray.exceptions.GetTimeoutError:
-        raise HookError("handshake", f"no answer of the {process} within {ANSWER_TIMEOUT_S:.0f} s",
+        raise HookError("handshake", f"no answer of the {process} within {calls_with_deadline.ANSWER_DEADLINE_S:.0f} s",
                         "handles of the workers that it created", "nothing would confirm their hooks, the run stops",
                         f"look for the {process} in the log above") from None
 

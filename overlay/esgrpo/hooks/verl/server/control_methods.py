@@ -18,10 +18,12 @@ HOOK = Hook(
 
 
 async def engine_call(server, name: str, *args) -> list:
-    """Call a utility method on every EngineCore of this server (several with internal data parallelism)."""
-    import asyncio
+    """Call a utility method on every EngineCore of this server (several with internal data parallelism).
 
+    Raises EsgrpoError when one does not answer within the deadline; it carries the call out once it can.
+    """
     from esgrpo import engine, guard
+    from esgrpo.hooks.verl.server.calls_with_deadline import answers
 
     if server.node_rank != 0:
         return []  # only rank 0 of a multi-node replica owns the engine
@@ -32,8 +34,8 @@ async def engine_call(server, name: str, *args) -> list:
     client = server.engine.engine_core
     cores = getattr(client, "core_engines", None)
     if cores is None or len(cores) <= 1:
-        return [await client.call_utility_async(name, *args)]
-    return list(await asyncio.gather(*[client._call_utility_async(name, *args, engine=core) for core in cores]))
+        return await answers([client.call_utility_async(name, *args)], name)
+    return await answers([client._call_utility_async(name, *args, engine=core) for core in cores], name)
 
 
 async def esgrpo_finish_group(self, group, members, rule):

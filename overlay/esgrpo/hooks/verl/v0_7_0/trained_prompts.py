@@ -36,11 +36,12 @@ def knows_rollouter(trainer) -> bool:
 
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.prompts import trained_prompts
+    from esgrpo.hooks.verl.server import calls_with_deadline
 
     if not hasattr(trainer, "rollouter"):
         asked = trainer.param_synchronizer.__ray_call__.remote(_rollouter_of)
         try:
-            trainer.rollouter = ray.get(asked, timeout=trained_prompts.ANSWER_TIMEOUT_S)
+            trainer.rollouter = ray.get(asked, timeout=calls_with_deadline.ANSWER_DEADLINE_S)
         except ray.exceptions.GetTimeoutError:
             trained_prompts.say_silent("the synchronizer")
             owned.take(trainer, owned.TrainedPrompts)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 
 from esgrpo.engine import Hook
+from esgrpo.hooks.verl.v1.rows.queue_rows import TRAIN
 
 _BASE = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
 _SEPARATE = "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync"
@@ -29,7 +30,7 @@ HOOK = Hook(
     without=(("<0.9.1", "seen under verl 0.9.1 alone"),),
 )
 
-MODE, PARTITION = "separate_async", "train"
+MODE = "separate_async"
 
 
 def around(call):
@@ -92,7 +93,7 @@ def controller_for(trainer):
 def in_process(trainer) -> int:
     """Groups that are neither trained nor given up, running or complete."""
     trainer.replay_buffer._sync_metadata_from_transfer_queue()
-    return len(trainer.replay_buffer.prompt_global_steps[PARTITION])
+    return len(trainer.replay_buffer.prompt_global_steps[TRAIN])
 
 
 def movable_threshold(trainer) -> bool:

@@ -6,6 +6,7 @@ import os
 
 from esgrpo.engine import Hook
 from esgrpo.errors import RunError, say
+from esgrpo.hooks.verl.v1.rows.queue_rows import TRAIN
 
 HOOK = Hook(
     slug="v1-carry-over",
@@ -25,7 +26,6 @@ MEANS = {"gone": "are neither trained nor waiting any more, and verl gave no rea
          "overdue": "were trained at a greater age than trainer.v1.sampler.max_off_policy_threshold",
          "empty": "ended without a row: verl counts them in the batch and has nothing to train"}
 STATE_FILE = "esgrpo_carry_over.json"
-PARTITION = "train"
 
 
 def around(call):
@@ -72,12 +72,12 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     from esgrpo.hooks.verl.v1.rows.queue_rows import final_keys, group_of, real_keys
 
     buffer, version = trainer.replay_buffer, trainer.global_steps
-    born = dict(buffer.prompt_global_steps[PARTITION])
+    born = dict(buffer.prompt_global_steps[TRAIN])
     sizes: dict[str, int] = {}
     for key in final_keys(real_keys(batch)):
         sizes[group_of(key)] = sizes.get(group_of(key), 0) + 1
-    complete = buffer.finished_keys[PARTITION] | buffer.failure_keys[PARTITION]
-    with_rows = {group_of(key) for key in buffer.partitions[PARTITION]}
+    complete = buffer.finished_keys[TRAIN] | buffer.failure_keys[TRAIN]
+    with_rows = {group_of(key) for key in buffer.partitions[TRAIN]}
     # verl takes such a group for the batch as if it had rows, or leaves it for a later one: there is nothing to train
     empty = {group: EMPTY for group in complete - with_rows if group in born}
     trained = {group: born.get(group) for group in sizes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from esgrpo.engine import Hook
+from esgrpo.hooks.verl.v1.rows.queue_rows import TRAIN
 
 HOOK = Hook(
     slug="v1-drawn-prompts",
@@ -50,7 +51,7 @@ def note_surplus(trainer, trained: set[str]) -> None:
     if trainer.trainer_mode != "sync":
         return
     buffer, here = trainer.replay_buffer, owned.of(trainer, owned.Drawn).open
-    gone = here - set(buffer.prompt_global_steps["train"])
+    gone = here - set(buffer.prompt_global_steps[TRAIN])
     for group in sorted(gone - trained - owned.of(buffer, owned.Groups).evicted.keys()):
         records.write(Evicted(group=group, reason="surplus"))
     here -= gone | trained

@@ -7,6 +7,7 @@ own), and would replace failed groups for ever.
 from __future__ import annotations
 
 from esgrpo.engine import Hook
+from esgrpo.hooks.verl.v1.rows.queue_rows import TRAIN, tags_in
 
 HOOK = Hook(
     slug="v1-failure-is-loud",
@@ -42,16 +43,11 @@ def around(call):
     return call()
 
 
-TRAIN = "train"
-
-
 def count(buffer, version: int) -> None:
     """Failed groups of this version against `segment.max_failed_prompts`; those that no process answered stop the run.
 
     Under `sync` failed groups stay in the buffer: all of the partition are looked at, each counts once.
     """
-    import transfer_queue
-
     from esgrpo import config
     from esgrpo.algo.failures import Failed
     from esgrpo.errors import RunError
@@ -61,7 +57,7 @@ def count(buffer, version: int) -> None:
     groups = buffer.failure_keys[TRAIN]
     if not groups or not config.current().enable:
         return
-    tags = (transfer_queue.kv_list(TRAIN) or {}).get(TRAIN, {})
+    tags = tags_in(TRAIN)
     found = {group: tags.get(group, {}).get(TAG) for group in sorted(groups)}
     found = {group: told for group, told in found.items() if told is not None}
     gone = [told["error"] for told in found.values() if not told["alone"]]

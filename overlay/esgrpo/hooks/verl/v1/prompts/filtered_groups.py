@@ -8,6 +8,7 @@ replaced then: the other prompt would begin when all others have nearly ended, a
 from __future__ import annotations
 
 from esgrpo.engine import Hook
+from esgrpo.hooks.verl.v1.rows.queue_rows import TRAIN
 
 _BUFFER = "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer"
 
@@ -26,7 +27,6 @@ HOOK = Hook(
     without=(("==0.7.0", "no v1 trainers"),),
 )
 
-TRAIN = "train"
 CANONICAL = "reward"  # the metric that is rm_scores; others are in reward_extra_info
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from esgrpo.engine import Hook
+from esgrpo.hooks.verl.v1.rows.queue_rows import AFTER_UID, TRAIN
 
 _BUFFER = "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer"
 
@@ -21,10 +22,8 @@ HOOK = Hook(
     without=(("<0.9", "these releases have no v1 trainers"),),
 )
 
-PARTITION = "train"
 FIELDS = ("raw_prompt", "extra_fields")
 REWARD = "rm_scores"
-KEY_TAIL = 2  # parts of a key after the uid: session and index
 
 
 def around(call):
@@ -41,11 +40,11 @@ def observe_finished(buffer, trainer) -> None:
     from esgrpo.hooks.verl import owned
 
     groups = owned.of(buffer, owned.Groups)
-    finished = set(buffer.finished_keys[PARTITION])
+    finished = set(buffer.finished_keys[TRAIN])
     new = finished - groups.observed
     groups.observed = frozenset(finished)  # a group leaves the queue for good: no more is to be remembered
     if new:
-        keys = last_outputs(buffer.partitions[PARTITION], new)
+        keys = last_outputs(buffer.partitions[TRAIN], new)
         for prompt, rows in _groups(buffer, trainer, keys):
             from esgrpo.hooks.verl.prompts.prompt_rows import observe
 
@@ -56,7 +55,7 @@ def last_outputs(partition: dict, uids: set[str]) -> dict[str, list[str]]:
     """Keys uid_session_index of the last output of every session, by uid: a multi-turn session may have several."""
     last: dict[tuple[str, str], tuple[int, str]] = {}
     for key in partition:
-        uid, session, index = key.rsplit("_", KEY_TAIL)
+        uid, session, index = key.rsplit("_", AFTER_UID)
         if uid in uids:
             last[uid, session] = max(last.get((uid, session), (-1, "")), (int(index), key))
     groups: dict[str, list[str]] = {}
@@ -74,7 +73,8 @@ def _groups(buffer, trainer, keys: dict[str, list[str]]):
         return
     rewarded = trainer.reward_loop_manager.reward_loop_worker_handles is not None  # else rewards come after sampling
     names = [*FIELDS, REWARD] if rewarded else list(FIELDS)
-    data = replay_buffer.tq.kv_batch_get(keys=wanted, partition_id=PARTITION, select_fields=names)
+    # no deadline of ours (queue_rows): this is one of the polls that it speaks of
+    data = replay_buffer.tq.kv_batch_get(keys=wanted, partition_id=TRAIN, select_fields=names)
     columns = {name: [getattr(value, "data", value) if name in FIELDS else value for value in data[name]]
                for name in names}
     at = dict(zip(wanted, range(len(wanted)), strict=True))
@@ -83,6 +83,6 @@ def _groups(buffer, trainer, keys: dict[str, list[str]]):
         for key in group:
             extra = columns["extra_fields"][at[key]] or {}
             score = float(columns[REWARD][at[key]].sum()) if rewarded else None
-            rows.append({"tokens": buffer.partitions[PARTITION][key]["response_len"], "score": score,
+            rows.append({"tokens": buffer.partitions[TRAIN][key]["response_len"], "score": score,
                          "acc": (extra.get("reward_extra_info") or {}).get("acc"), "summary": extra.get("esgrpo")})
         yield columns["raw_prompt"][at[group[0]]], rows

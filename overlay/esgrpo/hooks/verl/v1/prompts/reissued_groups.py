@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from esgrpo.engine import Hook
 from esgrpo.errors import say
+from esgrpo.hooks.verl.v1.rows import queue_rows
 
 HOOK = Hook(
     slug="v1-reissued-groups",
@@ -36,11 +37,7 @@ def around(call):
 
 def tags_of(trainer, partition: str) -> dict[str, dict]:
     """Tags of all keys in the restored queue; under `sync` verl restores none."""
-    import transfer_queue
-
-    if trainer.trainer_mode == "sync":
-        return {}
-    return (transfer_queue.kv_list(partition) or {}).get(partition, {})
+    return {} if trainer.trainer_mode == "sync" else queue_rows.tags_in(partition)
 
 
 def unfinished(trainer, partition: str) -> dict[str, int]:
@@ -50,11 +47,7 @@ def unfinished(trainer, partition: str) -> dict[str, int]:
     lost their tokens: drawn again, they would come out shorter than the ones they stand for. Starting the group as a
     whole costs tokens and leaves every group a sample of n.
     """
-    import transfer_queue
-
-    from esgrpo.hooks.verl.v1.rows.queue_rows import group_of
-
-    tags = (transfer_queue.kv_list(partition) or {}).get(partition, {})
+    group_of, tags = queue_rows.group_of, queue_rows.tags_in(partition)
     groups = {key for key, tag in tags.items()
               if tag.get("is_prompt", False) and tag.get("status") in ("pending", "running")}
     rows = {key: tag for key, tag in tags.items() if not tag.get("is_prompt", False) and group_of(key) in groups}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from esgrpo.engine import Hook
+from esgrpo.hooks.verl.v1.rows.queue_rows import TRAIN
 
 HOOK = Hook(
     slug="v1-session-errors",
@@ -45,4 +46,5 @@ async def tell(prompt: dict, error) -> None:
     alone = is_of_one_prompt(error)
     said = brief(error) if alone else str(endings.of_error(type(error).__name__, str(error), reports.actor_names()))
     found = {"error": said, "prompt": key, "words": words(key, None if index is None else [index]), "alone": alone}
-    await transfer_queue.async_kv_put(key=prompt["uid"], partition_id="train", tag={TAG: found})
+    # no deadline of ours: verl publishes the group's status by the same call, and waits for it without one
+    await transfer_queue.async_kv_put(key=prompt["uid"], partition_id=TRAIN, tag={TAG: found})

@@ -43,6 +43,7 @@ def mask(batch) -> list[str]:
     masked = [row for row in mask_pruned(rows) if row.key in had]
     if masked:
         zeros = torch.nested.as_nested_tensor([row.response_mask for row in masked], layout=torch.jagged)
+        # no deadline of ours (queue_rows): a row that is to be masked must not be trained
         transfer_queue.kv_batch_put(keys=[row.key for row in masked], partition_id=batch.partition_id,
                                     fields=TensorDict({"response_mask": zeros, "loss_mask": zeros.clone()},
                                                       batch_size=len(masked)))

@@ -1,10 +1,18 @@
-"""Reading and writing rows of verl's v1 TransferQueue: keys are {uid}_{session}_{index}, one row per output."""
+"""Reading and writing rows of verl's v1 TransferQueue: keys are {uid}_{session}_{index}, one row per output.
+
+They have no deadline of ours: verl's trainers wait for the same client at every poll, before and after, and for
+its controller without an end, so that one of ours would end no wait. A storage that is silent is an error of the
+client's own (TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT), and what is read here is no advice: rows would be trained that are
+to be masked, and a restart would lose count.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+TRAIN = "train"  # verl's partition of training prompts
 AFTER_UID = 2  # session and index follow the uid, which may hold underscores itself
+
 
 def real_keys(batch) -> list[str]:
     """Keys of a KVBatchMeta without the synthetic rows that verl pads a batch with."""
@@ -23,6 +31,13 @@ def final_keys(keys) -> list[str]:
         if session not in last or last[session][0] < int(index):
             last[session] = (int(index), key)
     return [key for _, key in last.values()]
+
+
+def tags_in(partition: str) -> dict[str, dict]:
+    """Tags of all keys of a partition, those of prompts included."""
+    import transfer_queue
+
+    return (transfer_queue.kv_list(partition) or {}).get(partition, {})
 
 
 def fetch(keys, partition: str, names) -> dict[str, list]:
