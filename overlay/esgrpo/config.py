@@ -274,7 +274,8 @@ PROFILES: dict[str, dict] = {
     "custom": {},
     "off": {},
     "static": {"enable": True, "boundary": "yield"},
-    # Only what was measured to bring something, which group rules were not. prune.treatment=failed is the only one that
+    # What was measured to bring something or to cost nothing (README's table of modules). Group rules brought nothing;
+    # learned verdicts were not run beside the rest with long answers. prune.treatment=failed is the only one that
     # leaves verl's estimator as it is.
     "elastic": {
         "enable": True,
@@ -352,24 +353,48 @@ def _check_value(path: str, spec, kind: str, value):
     return float(value) if kind == "float" else value
 
 
-def _build(cls, values, path: str):
+def _build(cls, values, path: str, mistakes: list[ConfigError]):
+    """The section, without what is a mistake in `values`."""
     if not isinstance(values, Mapping):
-        raise ConfigError(path, f"{values!r}", "a mapping", "the run does not start", f"use +{path}.<key>=<value>")
+        mistakes.append(ConfigError(path, f"{values!r}", "a mapping", "the run does not start",
+                                    f"use +{path}.<key>=<value>"))
+        return cls()
     fields = {f.name: f for f in dataclasses.fields(cls)}
     arguments = {}
     for key, value in values.items():
-        if f"{path}.{key}" in REMOVED:
-            raise ConfigError(f"{path}.{key}", f"{value!r}", "no such key", "the run does not start",
-                              REMOVED[f"{path}.{key}"])
-        if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, 1, cutoff=0.0)
-            raise ConfigError(f"{path}.{key}", f"unknown key with value {value!r}", f"one of {', '.join(fields)}",
-                              "the run does not start", f"did you mean {path}.{close[0]}?")
-        spec = fields[key]
-        nested = spec.default_factory is not dataclasses.MISSING
-        arguments[key] = (_build(spec.default_factory, value, f"{path}.{key}") if nested
-                          else _check_value(f"{path}.{key}", spec.metadata, spec.type, value))
+        try:
+            _check_key(f"{path}.{key}", key, value, fields)
+            spec = fields[key]
+            nested = spec.default_factory is not dataclasses.MISSING
+            arguments[key] = (_build(spec.default_factory, value, f"{path}.{key}", mistakes) if nested
+                              else _check_value(f"{path}.{key}", spec.metadata, spec.type, value))
+        except ConfigError as error:
+            mistakes.append(error)
     return cls(**arguments)
+
+
+def _check_key(path: str, key, value, fields) -> None:
+    if path in REMOVED:
+        raise ConfigError(path, f"{value!r}", "no such key", "the run does not start", REMOVED[path])
+    if key not in fields:
+        close = difflib.get_close_matches(str(key), fields, 1, cutoff=0.0)
+        raise ConfigError(path, f"unknown key with value {value!r}", f"one of {', '.join(fields)}",
+                          "the run does not start", f"did you mean {path.removesuffix(str(key))}{close[0]}?")
+
+
+def mistakes_of(values: Mapping | None) -> list[ConfigError]:
+    """All keys and values of a plain mapping that `parse` would refuse by themselves, in order."""
+    found: list[ConfigError] = []
+    _build(Segment, {} if values is None else values, PREFIX, found)
+    return found
+
+
+def _built(values: Mapping) -> Segment:
+    mistakes: list[ConfigError] = []
+    segment = _build(Segment, values, PREFIX, mistakes)
+    for error in mistakes:
+        raise error
+    return segment
 
 
 def parse(values: Mapping | None, response_length: int | None = None) -> Segment:
@@ -379,13 +404,22 @@ def parse(values: Mapping | None, response_length: int | None = None) -> Segment
     `response_length` is the response budget in tokens.
     """
     values = {} if values is None else values
-    _build(Segment, values, PREFIX)  # what the user said must be right by itself
-    segment = _build(Segment, _merged(PROFILES[values.get("profile", "custom")], values), PREFIX)
+    _built(values)  # what the user said must be right by itself
+    profile = values.get("profile", "custom")
+    segment = _built(_merged(PROFILES[profile], values))
+    if segment.enable != PROFILES[profile].get("enable", segment.enable):
+        raise ConfigError(f"{PREFIX}.enable", "false", f"true with {PREFIX}.profile={profile}",
+                          "all that the profile switches on needs it, the run does not start",
+                          "drop it, or set profile=off, which is plain verl")
+    if (response_length is not None and "segment_length" not in values and segment.boundary == "soft"
+            and segment.segment_length > response_length):
+        segment = dataclasses.replace(segment, segment_length=response_length)  # the default knows no response
     if response_length is not None and segment.enable and segment.segment_length > response_length:
         raise ConfigError(f"{PREFIX}.segment_length", str(segment.segment_length),
                           f"an integer in [2, {response_length}] (data.max_response_length)",
                           "no boundary would ever be reached, the run does not start",
-                          "lower segment_length or drop segment.enable")
+                          f"set it, or another profile than {profile}" if "segment_length" not in values
+                          else "lower it")
     _check_sections(segment)
     return segment
 
@@ -396,6 +430,10 @@ def _check_sections(segment: Segment) -> None:
         raise ConfigError(f"{PREFIX}.{section}", "true", wanted, f"{why}, the run does not start",
                           f"set {wanted.split(' = ')[0].split(' or ')[0]}=True or {section}=False")
 
+    if segment.observe and segment.enable:
+        raise ConfigError(f"{PREFIX}.observe", "true", f"false with {PREFIX}.enable", "observe is the run that is "
+                          "measured and decides nothing, and enable decides, the run does not start",
+                          "drop observe (an enabled run is measured, too), or set profile=off")
     if segment.routing.enable and not segment.history.enable:
         needs("routing.enable", f"{PREFIX}.history.enable", "there would be no forecast to route by")
     if segment.sampler.enable and not segment.history.enable:
@@ -432,7 +470,7 @@ def _check_sections(segment: Segment) -> None:
             raise ConfigError(f"{PREFIX}.{key}", str(value).lower(),
                               f"{PREFIX}.{f' or {PREFIX}.'.join(needed)} with it",
                               "it would have no effect, the run does not start",
-                              f"switch {needed[0]} on, too, or drop {key}")
+                              f"{_switched_on(needed[0])}, too, or drop {key}")
     span, pattern = segment.prune.repetition.min_span, segment.prune.repetition.max_pattern_size
     if span < 2 * pattern:
         raise ConfigError(f"{PREFIX}.prune.repetition.min_span", str(span),
@@ -446,14 +484,21 @@ def _check_sections(segment: Segment) -> None:
                               "the run does not start", f"lower it, or raise {larger}")
 
 
+def _switched_on(key: str) -> str:
+    """What to do so that this key is on, that is, differs from its default."""
+    spec = conditions.spec_of(Segment, key)
+    others = [option for option in spec.metadata.get("options") or () if option != spec.default]
+    return f"set {key}={others[0]}" if others else f"switch {key} on" if spec.type == "bool" else f"set {key}"
+
+
 def _without_effect(segment: Segment):
-    return conditions.without_effect(segment, _build(Segment, PROFILES[segment.profile], PREFIX), Segment())
+    return conditions.without_effect(segment, _built(PROFILES[segment.profile]), Segment())
 
 
 def idle(segment: Segment, response_length: int | None = None) -> list[str]:
     """One line for each number or path that was set although what it belongs to is off, or decides nothing by it.
 
-    Nobody is blamed for a `segment_length` that had to be set, because the default is above `response_length`.
+    Nobody is blamed for a `segment_length` that keeps the default below `response_length`.
     """
     forced = "segment_length" if (response_length or math.inf) < Segment.segment_length else ""
     lines = []

@@ -165,7 +165,7 @@ def test_a_sample_carries_the_version_of_its_first_token(module, rollouter_class
     only observes keeps the order of arrival."""
     import ray
 
-    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": enabled, "observe": True}))
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": enabled, "observe": not enabled}))
 
     told = iter([[5, 3, None, 4], [None] * 4, None])
     made = rollouter(rollouter_class, [PLAIN], limit=3)

@@ -115,7 +115,8 @@ def test_a_dead_process_ends_the_run_at_once(rollouter_class, monkeypatch, enabl
     from ray.exceptions import ActorDiedError
 
     more = ', "max_failed_prompts": 1.0' if enable == "true" else ""
-    monkeypatch.setenv("ESGRPO_SEGMENT", f'{{"enable": {enable}, "observe": true{more}}}')
+    main = "enable" if enable == "true" else "observe"
+    monkeypatch.setenv("ESGRPO_SEGMENT", f'{{"{main}": true{more}}}')
     error = broken(ActorDiedError()) if enable == "true" else broken(ValueError("the baseline arm decides nothing"))
     made = made_of(rollouter_class, {0: error}, monkeypatch)
     with pytest.raises(type(error)):

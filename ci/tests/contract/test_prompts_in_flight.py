@@ -147,7 +147,7 @@ def test_a_run_that_is_only_observed_goes_on_as_plain_verl_does(rollouter_class,
 @pytest.mark.parametrize("enabled, more", [(True, 0), (False, 1)])
 def test_a_run_that_is_complete_draws_nothing_more(rollouter_class, tmp_path, monkeypatch, enabled, more):  # noqa: F811
     """Plain verl, and so a run that is only observed, generates one prompt more: the feed looks at its limit late."""
-    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": enabled, "observe": True}))
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": enabled, "observe": not enabled}))
     steps = PROMPTS - BATCH
 
     async def drawn(made) -> int:

@@ -198,8 +198,42 @@ def test_a_key_without_what_it_needs_is_refused_or_said(key, spec, needs):
 @pytest.mark.parametrize("profile", list(config.PROFILES))
 def test_a_profile_is_blamed_for_nothing(profile):
     assert config.idle(parse({"profile": profile})) == []
-    if profile != "elastic":  # whose history needs the main switch
-        assert config.idle(parse({"profile": profile, "enable": False})) == []
+
+
+@pytest.mark.parametrize("profile", list(config.PROFILES))
+def test_a_profile_without_the_main_switch_is_one_mistake(profile):
+    values = {"profile": profile, "enable": False}
+    if "enable" in config.PROFILES[profile]:
+        assert f"{PREFIX}.enable: false | wanted true with {PREFIX}.profile={profile}" in refusal(values)
+    else:
+        assert config.idle(parse(values)) == []
+
+
+@pytest.mark.parametrize("main", [{"enable": True}, {"profile": "elastic"}, {"profile": "static"}])
+def test_a_run_that_decides_is_not_the_one_that_is_only_observed(main):
+    assert f"{PREFIX}.observe: true" in refusal({**main, "observe": True})
+    assert parse({"profile": "off", "observe": True}).observe
+
+
+def test_a_profile_fits_a_short_response():
+    """Where boundaries decide nothing; those of `static` would never be reached."""
+    assert parse({"profile": "elastic"}, 512).segment_length == 512
+    assert parse({"profile": "elastic"}, 4096).segment_length == Segment().segment_length
+    assert "set it, or another profile than static" in refusal({"profile": "static"}, response_length=512)
+    assert "lower it" in refusal({"profile": "elastic", "segment_length": 1024}, response_length=512)
+
+
+def test_advice_for_a_choice_is_one_of_its_words():
+    assert "set sync.requests=keep, too" in refusal({"enable": True, "sync": {"kv": "rebuild"}})
+    assert "switch enable on, too" in refusal({"sync": {"requests": "keep"}})
+
+
+def test_all_mistakes_are_known_at_once():
+    values = {"profil": "elastic", "kv_headroom": 1.5, "sampler": {"enabled": True, "uniform": 0.2}, "seed": 3}
+    found = config.mistakes_of(values)
+    assert [error.args[0] for error in found] == [f"{PREFIX}.{key}" for key in ("profil", "kv_headroom",
+                                                                               "sampler.enabled")]
+    assert refusal(values) == str(found[0]) and config.mistakes_of({"seed": 3}) == config.mistakes_of(None) == []
 
 
 @pytest.mark.parametrize("values, said", [

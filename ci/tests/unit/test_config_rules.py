@@ -307,5 +307,5 @@ def test_a_group_filter_that_verl_ignores_is_told(trainer, mode, said):
 def test_a_filter_that_no_batch_ever_waits_for_is_told(bound, batches, mode, overlap, said):
     config = composed("fully_async", 1, async_training={"staleness_threshold": bound,
                                                         "trigger_parameter_sync_step": batches})
-    lines = planned(config, null_groups=mode, observe=True, overlap={"enable": overlap}).lines
+    lines = planned(config, null_groups=mode, overlap={"enable": overlap}).lines
     assert any("will hardly leave a group out" in line for line in lines) == said

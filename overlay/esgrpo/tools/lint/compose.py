@@ -134,6 +134,9 @@ def _overlay(config, main: str) -> list[dict]:
         raw = OmegaConf.to_container(raw, resolve=True) if OmegaConf.is_config(raw) else raw
         length = config.data.max_response_length
         length = length if isinstance(length, int) else None
+        said += [{"refusal": list(error.args)} for error in settings.mistakes_of(raw)]
+        if said:  # all of them at once, where a run stops at the first
+            return said
         segment = settings.parse(raw, length)
         loss = config.actor_rollout_ref.actor.get("policy_loss", {}).get("loss_mode", "vanilla")
         features = settings.features(segment, loss)
