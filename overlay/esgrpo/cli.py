@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from esgrpo import __version__
+from esgrpo import __version__, records
 from esgrpo.errors import EsgrpoError, say, show
 from esgrpo.tools import language
 
@@ -120,25 +120,22 @@ def _print_table(rows: list[list[str]]) -> None:
         show("  ".join([cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + [row[-1]]).rstrip())
 
 
-def _runs_in(directory: str) -> list[str]:
-    """The directory of a run itself, or those of the runs in the directory of a comparison; else as it was given."""
-    def is_run(path: str) -> bool:
-        return any(os.path.exists(os.path.join(path, *name)) for name in (("esgrpo", "hooks.json"), ("hooks.json",)))
-
-    if is_run(directory) or not os.path.isdir(directory):
-        return [directory]
-    return sorted(entry.path for entry in os.scandir(directory) if entry.is_dir() and is_run(entry.path)) or [directory]
-
-
 def _run_states(directory: str) -> list[dict]:
-    path = os.path.join(directory, "esgrpo", "hooks.json")
-    path = path if os.path.exists(path) else os.path.join(directory, "hooks.json")
+    from esgrpo.tools import run_dirs
+
+    run_dirs.check("status", directory, "nothing to show")
+    name = os.path.join(records.FOLDER, run_dirs.HOOKS)
+    path = os.path.join(directory, name)
+    if not run_dirs.has_hooks(directory):
+        raise EsgrpoError("status", f"{directory} has no {name}", "a run with the overlay whose processes have all "
+                          "answered", "nothing to show", f"wait for the run's handshake, or {run_dirs.TODO}")
+    path = path if os.path.exists(path) else os.path.join(directory, run_dirs.HOOKS)
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except (OSError, ValueError) as error:
-        raise EsgrpoError("status", f"{path}: {error}", "hooks.json of a run with the overlay", "nothing to show",
-                          "give the run directory (trainer.default_local_dir)") from None
+        raise EsgrpoError("status", f"{path}: {getattr(error, 'strerror', None) or error}", "the states of hooks in "
+                          "JSON", "nothing to show", "start the run again, which writes it anew") from None
 
 
 def status(arguments) -> int:
@@ -162,7 +159,10 @@ def status(arguments) -> int:
                             for r in rows])
         fine = {state.value for state in engine.ACCEPTED | {engine.State.PENDING}}
         return 0 if all(r["state"] in fine for r in rows) else 1
-    runs = {os.path.basename(path): (path, *_of_run(path)) for path in _runs_in(arguments.run_dir)}
+    from esgrpo.tools import run_dirs
+
+    runs = {os.path.basename(path): (path, *_of_run(path))
+            for path in run_dirs.runs_in(arguments.run_dir, run_dirs.has_hooks)}
     if arguments.json:
         found = {name: {"processes": reports, "modules": [vars(row) for row in modules]}
                  for name, (_, reports, modules) in runs.items()}

@@ -201,6 +201,15 @@ def test_status_of_something_else(tmp_path, capsys, content):
     assert "hooks.json" in one_line(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("books", [(), ("--books",)])
+def test_status_of_a_directory_that_is_not_there(tmp_path, capsys, books):
+    assert cli.main(["status", str(tmp_path / "nothere"), *books]) == 2
+    said = one_line(capsys.readouterr().err)
+    assert said.count("nothere") == 1 and "nothere does not exist |" in said and "Errno" not in said
+    assert cli.main(["status", str(tmp_path), *books]) == 2  # negative control
+    assert os.path.join(str(tmp_path), "esgrpo") in one_line(capsys.readouterr().err) or not books
+
+
 @pytest.mark.parametrize("hooks", [1, 5000])  # fits into the buffer and breaks at exit, or breaks while printing
 def test_status_into_a_closed_pipe(tmp_path, overlay, clean_environment, hooks):
     (tmp_path / "hooks.json").write_text(json.dumps([report(*["APPLIED"] * hooks)]))

@@ -333,7 +333,6 @@ class Move(Row):
     after: dict
     trust: float | None = None
     forecast: dict | None = None  # of `after`
-    note: str = ""  # what could not be done, and why
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
