@@ -32,8 +32,9 @@ def run(arguments) -> int:
         raise EsgrpoError("ESGRPO_DISABLE", ",".join(sorted(unknown)), "slugs that `esgrpo status` lists",
                           "nothing was started", "correct the name")
     from esgrpo import guard
+    from esgrpo.tools import command as checks
 
-    _check_overrides(command)
+    checks.check(command)
     guard.check_command(command)
     environment = dict(os.environ, ESGRPO_ENABLE="1", ESGRPO_PREFIX=sys.prefix)
     if not _loads_by_itself():
@@ -44,28 +45,6 @@ def run(arguments) -> int:
     except OSError as error:
         raise EsgrpoError("run", f"{command[0]}: {error.strerror}", "an executable on PATH", "nothing was started",
                           "check the command") from None
-
-
-def _check_overrides(command: list[str]) -> None:
-    """Refuses a value of ours that Hydra could not read: after a minute of imports it would not even name the key."""
-    from importlib.util import find_spec
-
-    from esgrpo.config import PREFIX
-
-    ours = [argument for argument in command if argument.lstrip("+~").startswith((f"{PREFIX}.", f"{PREFIX}="))]
-    if not ours or find_spec("hydra") is None:
-        return
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    for argument in ours:
-        try:
-            OverridesParser.create().parse_override(argument)
-        except HydraException as error:
-            key, _, value = argument.partition("=")
-            raise EsgrpoError(key.lstrip("+~"), f"{value!r}: {str(error).splitlines()[0]}",
-                              "a value in Hydra's grammar", "nothing was started",
-                              f"quote it twice, once for the shell and once for Hydra: '{key}=\"...\"'") from None
 
 
 def _loads_by_itself() -> bool:
