@@ -388,7 +388,7 @@ def main(arguments) -> int:
     for line in result.checked:
         say(line)
     counts = Counter(finding.severity for finding in result.findings)
-    told = {f"{severity}s": counts[severity] for severity in (ERROR, WARNING, NOTE)}
-    told |= {f"said_{severity}s": language.counted(counts[severity], severity) for severity in (ERROR, WARNING, NOTE)}
-    say(phrase("counts", **told))
+    counted = language.counted if language.spoken() == "en" else lambda number, _: number
+    say(phrase("counts", **{f"{severity}s": counted(counts[severity], severity)
+                            for severity in (ERROR, WARNING, NOTE)}))
     return 1 if counts[ERROR] else 0 if result.complete else UNUSABLE

@@ -131,5 +131,5 @@ def validation(record: Record) -> list[Figure]:
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         within = sum(abs(p / m - 1) <= TOLERANCE for _, p, m in points)
         return [Figure("Predicted (simulated) against measured makespan",
-                       f"A point is one policy on one workload; {within}/{len(points)} lie within the grey band of "
+                       f"A point is one policy on one workload; {within} of {len(points)} lie within the grey band of "
                        f"{TOLERANCE:.0%}.", done())]
