@@ -252,7 +252,7 @@ def parser() -> argparse.ArgumentParser:
                               description="Imports no upstream. Exit code 0: nothing would stop a strict run; 1: a "
                                           "hook is DRIFTED, INCOMPATIBLE, FAILED, LATE, or not where a process of that "
                                           "run needs it; 2: unusable.")
-    sub.add_argument("run_dir", nargs="?", help="run directory (trainer.default_local_dir)")
+    sub.add_argument("run_dir", nargs="?", help="run directory (trainer.default_local_dir), or one with several below")
     sub.add_argument("--books", action="store_true", help="do its records add up, over restarts? 0: yes, 1: no")
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(function=status)
@@ -260,7 +260,8 @@ def parser() -> argparse.ArgumentParser:
                               description="Reads the rows of the run, also of one that has not begun or has ended; "
                                           "needs rich. Ctrl-C ends it. Where the output is no terminal: one frame. "
                                           "Exit code 0; of one frame 1: no rows yet; 2: unusable.")
-    sub.add_argument("run_dir", metavar="RUN_DIR", help="run directory (trainer.default_local_dir)")
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="run directory (trainer.default_local_dir), or one with "
+                                                         "several below of which one is alive")
     sub.add_argument("--once", action="store_true", help="print one frame and end")
     sub.set_defaults(function=top)
     sub = commands.add_parser("drift", help="what a release changes for the hooks: esgrpo drift vllm==0.33.0",

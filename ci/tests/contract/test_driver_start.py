@@ -65,6 +65,8 @@ ACCEPTED = {
                           "async_training.trigger_parameter_sync_step=3"],
     "idle": [*ON, f"{SEGMENT}.prune.audit.window=600"],
     "resume remote": [*ON, "trainer.resume_mode=resume_path", "trainer.resume_from_path=hdfs://store/global_step_20"],
+    "resume elsewhere": [*ON, "trainer.resume_mode=resume_path", "trainer.resume_from_path=nowhere/global_step_20",
+                         "+ray_kwargs.ray_init.runtime_env.working_dir=/elsewhere"],
     "resume unused": [*ON, "trainer.resume_from_path=/nowhere/global_step_20"],
     "unwritable": [*ON, f"{SEGMENT}.history.enable=True", f"{SEGMENT}.history.path=/dev/null/history.json"],
     "routing": [*ROUTING, "trainer.default_local_dir=routing-run"],

@@ -6,6 +6,7 @@ import os
 import re
 
 TRACKER = "latest_checkpointed_iteration.txt"  # verl writes it when a checkpoint is whole
+WORKING_DIR = "ray_kwargs.ray_init.runtime_env.working_dir"
 
 
 def latest(folder: str) -> str | None:
@@ -24,19 +25,23 @@ def step_of(folder: str) -> int:
     return int(step) if step.isdecimal() else 0
 
 
-def check(trainer) -> None:
+def check(config) -> None:
     """verl takes resume_from_path apart after a minute of start-up, in a worker. Raises ConfigError.
 
-    A path with a scheme is a remote store's, which only verl can ask.
+    A path with a scheme is a remote store's, which only verl can ask; a relative one begins where Ray puts its workers.
     """
+    from omegaconf import OmegaConf
+
     from esgrpo.errors import ConfigError
 
+    trainer = config.trainer
     if trainer.get("resume_mode", "auto") != "resume_path":
         return
     path = trainer.get("resume_from_path")
     if not isinstance(path, str) or not re.search(r"global_step_\d+$", path):
         found = f"{path!r}, which does not end in global_step_N"
-    elif "://" not in path and not os.path.isdir(path):
+    elif "://" not in path and not os.path.isdir(path) and (
+            os.path.isabs(path) or OmegaConf.select(config, WORKING_DIR) is None):
         found = f"{path!r}, which is not there"
     else:
         return
