@@ -261,12 +261,16 @@ def table(results: list[Result]) -> list[list[str]]:
     def share(cause):
         return lambda r: f"{100 * r.balance[cause] / max(1, r.balance['spent']):.1f} % ({r.balance[cause]})"
 
+    def later(r, choice):
+        rewards = [reward for _, reward in r.evaluations]
+        return f"{choice(rewards):.3f}" if rewards[1:] else "no later evaluation" if rewards else "none"
+
     lengths = [sorted(r.lengths) or [0] for r in results]
     return [
         ["", *[r.name for r in results]],
         row("held-out reward, start", lambda r: f"{r.evaluations[0][1]:.3f}" if r.evaluations else "none"),
-        row("held-out reward, last", lambda r: f"{r.evaluations[-1][1]:.3f}" if r.evaluations else "none"),
-        row("held-out reward, best", lambda r: f"{max(e[1] for e in r.evaluations):.3f}" if r.evaluations else "none"),
+        row("held-out reward, last", lambda r: later(r, lambda rewards: rewards[-1])),
+        row("held-out reward, best", lambda r: later(r, max)),
         row("time to target", lambda r: f"{time_said(r)} (>= {r.target:.3f})"),
         row("optimiser steps", lambda r: str(r.steps)),
         row("responses", lambda r: f"{r.responses} ({r.pruned} pruned, {r.partial} partial)"),

@@ -2,6 +2,14 @@
 # The result is the array ARGS and the array LAUNCH (what starts python).
 
 VERL=${VERL:-0.9.1}          # 0.7.0 0.7.1 0.8.0 0.9.0 0.9.1
+case "$VERL" in
+    0.7.0 | 0.7.1 | 0.8.0 | 0.9.0 | 0.9.1) ;;
+    *)
+        echo "esgrpo: VERL: $VERL | wanted one of 0.7.0 0.7.1 0.8.0 0.9.0 0.9.1 | nothing was started |" \
+            "set VERL to the release that is installed" >&2
+        exit 2
+        ;;
+esac
 DEVICE=${DEVICE:-gpu}        # gpu npu
 BACKEND=${BACKEND:-fsdp2}    # fsdp2 megatron
 NNODES=${NNODES:-1}

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from esgrpo import __version__
+from esgrpo import __version__, records
 from esgrpo.errors import EsgrpoError, say, show
 from esgrpo.tools import language
 
@@ -32,8 +32,9 @@ def run(arguments) -> int:
         raise EsgrpoError("ESGRPO_DISABLE", ",".join(sorted(unknown)), "slugs that `esgrpo status` lists",
                           "nothing was started", "correct the name")
     from esgrpo import guard
+    from esgrpo.tools import command as checks
 
-    _check_overrides(command)
+    checks.check(command)
     guard.check_command(command)
     environment = dict(os.environ, ESGRPO_ENABLE="1", ESGRPO_PREFIX=sys.prefix)
     if not _loads_by_itself():
@@ -44,28 +45,6 @@ def run(arguments) -> int:
     except OSError as error:
         raise EsgrpoError("run", f"{command[0]}: {error.strerror}", "an executable on PATH", "nothing was started",
                           "check the command") from None
-
-
-def _check_overrides(command: list[str]) -> None:
-    """Refuses a value of ours that Hydra could not read: after a minute of imports it would not even name the key."""
-    from importlib.util import find_spec
-
-    from esgrpo.config import PREFIX
-
-    ours = [argument for argument in command if argument.lstrip("+~").startswith((f"{PREFIX}.", f"{PREFIX}="))]
-    if not ours or find_spec("hydra") is None:
-        return
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    for argument in ours:
-        try:
-            OverridesParser.create().parse_override(argument)
-        except HydraException as error:
-            key, _, value = argument.partition("=")
-            raise EsgrpoError(key.lstrip("+~"), f"{value!r}: {str(error).splitlines()[0]}",
-                              "a value in Hydra's grammar", "nothing was started",
-                              f"quote it twice, once for the shell and once for Hydra: '{key}=\"...\"'") from None
 
 
 def _loads_by_itself() -> bool:
@@ -120,25 +99,22 @@ def _print_table(rows: list[list[str]]) -> None:
         show("  ".join([cell.ljust(width) for cell, width in zip(row, widths, strict=False)] + [row[-1]]).rstrip())
 
 
-def _runs_in(directory: str) -> list[str]:
-    """The directory of a run itself, or those of the runs in the directory of a comparison; else as it was given."""
-    def is_run(path: str) -> bool:
-        return any(os.path.exists(os.path.join(path, *name)) for name in (("esgrpo", "hooks.json"), ("hooks.json",)))
-
-    if is_run(directory) or not os.path.isdir(directory):
-        return [directory]
-    return sorted(entry.path for entry in os.scandir(directory) if entry.is_dir() and is_run(entry.path)) or [directory]
-
-
 def _run_states(directory: str) -> list[dict]:
-    path = os.path.join(directory, "esgrpo", "hooks.json")
-    path = path if os.path.exists(path) else os.path.join(directory, "hooks.json")
+    from esgrpo.tools import run_dirs
+
+    run_dirs.check("status", directory, "nothing to show")
+    name = os.path.join(records.FOLDER, run_dirs.HOOKS)
+    path = os.path.join(directory, name)
+    if not run_dirs.has_hooks(directory):
+        raise EsgrpoError("status", f"{directory} has no {name}", "a run with the overlay whose processes have all "
+                          "answered", "nothing to show", f"wait for the run's handshake, or {run_dirs.TODO}")
+    path = path if os.path.exists(path) else os.path.join(directory, run_dirs.HOOKS)
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except (OSError, ValueError) as error:
-        raise EsgrpoError("status", f"{path}: {error}", "hooks.json of a run with the overlay", "nothing to show",
-                          "give the run directory (trainer.default_local_dir)") from None
+        raise EsgrpoError("status", f"{path}: {getattr(error, 'strerror', None) or error}", "the states of hooks in "
+                          "JSON", "nothing to show", "start the run again, which writes it anew") from None
 
 
 def status(arguments) -> int:
@@ -162,7 +138,10 @@ def status(arguments) -> int:
                             for r in rows])
         fine = {state.value for state in engine.ACCEPTED | {engine.State.PENDING}}
         return 0 if all(r["state"] in fine for r in rows) else 1
-    runs = {os.path.basename(path): (path, *_of_run(path)) for path in _runs_in(arguments.run_dir)}
+    from esgrpo.tools import run_dirs
+
+    runs = {os.path.basename(path): (path, *_of_run(path))
+            for path in run_dirs.runs_in(arguments.run_dir, run_dirs.has_hooks)}
     if arguments.json:
         found = {name: {"processes": reports, "modules": [vars(row) for row in modules]}
                  for name, (_, reports, modules) in runs.items()}
@@ -273,7 +252,7 @@ def parser() -> argparse.ArgumentParser:
                               description="Imports no upstream. Exit code 0: nothing would stop a strict run; 1: a "
                                           "hook is DRIFTED, INCOMPATIBLE, FAILED, LATE, or not where a process of that "
                                           "run needs it; 2: unusable.")
-    sub.add_argument("run_dir", nargs="?", help="run directory (trainer.default_local_dir)")
+    sub.add_argument("run_dir", nargs="?", help="run directory (trainer.default_local_dir), or one with several below")
     sub.add_argument("--books", action="store_true", help="do its records add up, over restarts? 0: yes, 1: no")
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(function=status)
@@ -281,7 +260,8 @@ def parser() -> argparse.ArgumentParser:
                               description="Reads the rows of the run, also of one that has not begun or has ended; "
                                           "needs rich. Ctrl-C ends it. Where the output is no terminal: one frame. "
                                           "Exit code 0; of one frame 1: no rows yet; 2: unusable.")
-    sub.add_argument("run_dir", metavar="RUN_DIR", help="run directory (trainer.default_local_dir)")
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="run directory (trainer.default_local_dir), or one with "
+                                                         "several below of which one is alive")
     sub.add_argument("--once", action="store_true", help="print one frame and end")
     sub.set_defaults(function=top)
     sub = commands.add_parser("drift", help="what a release changes for the hooks: esgrpo drift vllm==0.33.0",

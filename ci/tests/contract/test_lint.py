@@ -116,6 +116,34 @@ def test_recipes_say_the_same_to_bash_and_to_the_linter(version, recipe, backend
     assert done.stdout.split("\0")[:-1] == ["-m", launch.module, *(a.text for a in launch.arguments), "trainer.seed=1"]
 
 
+MAIN = "verl.experimental.fully_async_policy.fully_async_main"
+
+
+@pytest.mark.parametrize("overrides, error, warning", [
+    ((f"+{SEGMENT}.profile=elastic", f"+{SEGMENT}.profile=static"), (5, "added before in line 4"), None),
+    ((f"+{SEGMENT}.profile=elastic", f"+{SEGMENT}.profile=elastic"), (5, "added before in line 4"), None),
+    ((f"+{SEGMENT}.boundary=yield", f"+{SEGMENT}={{boundary:none}}"), None, None),  # Hydra merges that
+    ((f"+{SEGMENT}.profile=elastic", f"{SEGMENT}.profile=static"), None, "set before in line 4"),
+    (("+trainer.nnodes=1", "+trainer.nnodes=2"), (5, "exists in verl"), None)])  # negative control: verl's own
+def test_what_the_script_has_added_is_not_said_to_be_verls(newest, tmp_path, overrides, error, warning):
+    script = tmp_path / "run.sh"
+    script.write_text("\n".join(["#!/bin/bash", "esgrpo run -- \\", f"python3 -m {MAIN} \\",
+                                 *(f"    {override} \\" for override in overrides), "    data.seed=1\n"]))
+    key = overrides[1].lstrip("+").partition("=")[0]
+    about = [finding for finding in check.lint(script, newest).findings if finding.key == key and finding.line == 5]
+    errors = [(finding.line, finding.problem) for finding in about if finding.severity == "error"]
+    assert len(errors) == bool(error) and all(line == error[0] and error[1] in text for line, text in errors)
+    warnings = [finding.problem for finding in about if finding.severity == "warning"]
+    assert len(warnings) == bool(warning) and all(warning in text for text in warnings)
+
+
+def test_a_key_of_ours_without_its_plus_is_told_to_add_it(newest, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(f"esgrpo run -- python3 -m {MAIN} {SEGMENT}.profile=elastic\n")
+    finding = found(check.lint(script, newest), "error")[f"{SEGMENT}.profile"]
+    assert finding.todo == f"add it: +{SEGMENT}.profile=elastic"
+
+
 @pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
 def test_the_front_pages_recipe_is_clean_and_set_as_measured(newest, page):
     """Every setting that decides how much runs at once is that of the training runs whose numbers stand above it."""

@@ -33,6 +33,15 @@ def test_the_last_optimiser_step_counts_although_verl_logs_it_with_the_next(tmp_
     assert compare.load(tmp_path / "run", TARGET).steps == 3
 
 
+def test_a_single_evaluation_is_the_start_alone(tmp_path):
+    write_run(tmp_path / "run", [], [0.5, 0.5, 0.5])
+    result = compare.load(tmp_path / "run", TARGET)
+    for evaluations, said in (([], ["none"] * 3), ([(0.0, 0.5)], ["0.500", *["no later evaluation"] * 2]),
+                              ([(0.0, 0.5), (9.0, 0.75), (20.0, 0.25)], ["0.500", "0.250", "0.750"])):
+        rows = compare.table([dataclasses.replace(result, evaluations=evaluations)])
+        assert [row[1] for row in rows if row[0].startswith("held-out reward")] == said
+
+
 def test_what_a_group_with_gradient_costs_and_what_the_later_half_brings(tmp_path):
     write_run(tmp_path / "run", [], [0.5, 0.5, 0.5])
     run = json.loads((tmp_path / "run" / "arm.json").read_text())

@@ -126,6 +126,23 @@ def test_books_that_balance(run_dir, capsys, reissued):
     assert "the books balance" in capsys.readouterr().out
 
 
+def test_the_books_of_each_run_of_a_comparison(run_dir, capsys, monkeypatch):
+    for name in ("overlay", "plain"):
+        monkeypatch.setenv("ESGRPO_RUN_DIR", str(run_dir / name))
+        monkeypatch.setattr(records, "_writer", records.Writer(period=0.01))
+        two_starts(run_dir / name, reissued=True)
+    (run_dir / "data").mkdir()
+    assert cli.main(["status", str(run_dir), "--books"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    places = [said.index(str(run_dir / name)) for name in ("overlay", "plain")]
+    assert places[0] == 0 and sum("the books balance" in line for line in said) == 2
+    assert cli.main(["status", str(run_dir), "--books", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["overlay", "plain"] and found["plain"]["runs"][0]["responses"]["generated"] == 4
+    assert cli.main(["status", str(run_dir / "data"), "--books"]) == 2  # negative control
+    assert "no rows in" in capsys.readouterr().err
+
+
 def test_the_report_counts_what_was_trained_once(run_dir):
     """Joined by group and member alone, all four responses were trained."""
     from esgrpo.algo.accounting import token_balance

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from esgrpo import __version__, cli, engine
+from esgrpo.errors import EsgrpoError
 
 ECHO = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
 
@@ -75,6 +76,64 @@ def test_run_with_a_value_that_hydra_cannot_read(run_python, overlay, argument, 
     assert done.stdout == ("ran\n" if good else "")
     if not good:
         assert "segment.history.path: '/runs/" in one_line(done.stderr) and "quote it" in done.stderr
+
+
+SEGMENT = "actor_rollout_ref.rollout.segment"
+NO_GROUP, GROUP = "rollout:\n  name: vllm\n", "rollout:\n  segment:\n    profile: null\n"
+
+
+@pytest.mark.parametrize("overrides, verl, said", [
+    ([f"+{SEGMENT}.profile=a,b c"], NO_GROUP, "several values"),
+    ([f"+{SEGMENT}.profile=a,b c", "--multirun"], NO_GROUP, ""),
+    ([f"{SEGMENT}.profile=elastic"], NO_GROUP, f"without + | wanted +{SEGMENT}.profile"),
+    ([f"+{SEGMENT}.profile=elastic", f"{SEGMENT}.prune.enable=True"], NO_GROUP, "without +"),
+    ([f"+{SEGMENT}.profile=elastic", f"{SEGMENT}.profile=static"], NO_GROUP, ""),
+    ([f"+{SEGMENT}={{profile:elastic}}", f"{SEGMENT}.profile=static"], NO_GROUP, ""),
+    ([f"++{SEGMENT}.profile=elastic"], NO_GROUP, ""),
+    (["--config-name=mine", f"{SEGMENT}.profile=elastic"], NO_GROUP, ""),
+    (["-cn", "mine", f"{SEGMENT}.profile=elastic"], NO_GROUP, ""),
+    (["+mine@actor_rollout_ref.rollout.segment=x", f"{SEGMENT}.profile=elastic"], NO_GROUP, ""),
+    ([f"{SEGMENT}.profile=elastic"], GROUP, ""),  # somebody has changed this checkout
+    ([f"{SEGMENT}.profile=elastic"], None, "")])  # no verl to look at: not judged
+def test_run_refuses_what_hydra_would_after_its_imports(overrides, verl, said, tmp_path, monkeypatch):
+    from esgrpo.tools import command
+
+    pytest.importorskip("hydra")
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "verl" else True)
+    monkeypatch.chdir(tmp_path)
+    if verl is not None:
+        (tmp_path / "verl" / "trainer" / "config").mkdir(parents=True)
+        (tmp_path / "verl" / "__init__.py").touch()
+        (tmp_path / "verl" / "trainer" / "config" / "rollout.yaml").write_text(verl)
+    line = ["other-python", "-m", "verl.trainer.main_ppo", *overrides]
+    if not said:
+        command.check(line)
+        command.check(["bash", "run.sh", *overrides])
+        return
+    with pytest.raises(EsgrpoError) as error:
+        command.check(line)
+    assert said in one_line(f"{error.value}\n") and "nothing was started" in str(error.value)
+    if "without" in said:
+        command.check(["python", "-m", "mine.main", *overrides])  # negative control: another config may know the group
+
+
+def test_run_without_verl(tmp_path, monkeypatch):
+    from esgrpo.tools import command
+
+    line = ["python3", "-m", "verl.trainer.main_ppo", "a.b=1"]
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EsgrpoError) as error:
+        command.check([sys.executable, *line[1:]])
+    assert f"verl is neither installed in {sys.prefix}" in one_line(f"{error.value}\n")
+    other = tmp_path / "python3"
+    other.symlink_to(sys.executable)  # of another environment: it may have verl
+    for program in (str(other), "bash", "no-such-program"):
+        command.check([program, *line[1:]])
+    command.check([sys.executable, "-m", "mine.main"])
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").touch()
+    command.check([sys.executable, *line[1:]])  # a checkout: python -m looks where it is started
 
 
 def test_status_lists_every_hook(run_python, overlay):
@@ -199,6 +258,15 @@ def test_status_of_something_else(tmp_path, capsys, content):
         (tmp_path / "hooks.json").write_text(content)
     assert cli.main(["status", str(tmp_path)]) == 2
     assert "hooks.json" in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("books", [(), ("--books",)])
+def test_status_of_a_directory_that_is_not_there(tmp_path, capsys, books):
+    assert cli.main(["status", str(tmp_path / "nothere"), *books]) == 2
+    said = one_line(capsys.readouterr().err)
+    assert said.count("nothere") == 1 and "nothere does not exist |" in said and "Errno" not in said
+    assert cli.main(["status", str(tmp_path), *books]) == 2  # negative control
+    assert os.path.join(str(tmp_path), "esgrpo") in one_line(capsys.readouterr().err) or not books
 
 
 @pytest.mark.parametrize("hooks", [1, 5000])  # fits into the buffer and breaks at exit, or breaks while printing

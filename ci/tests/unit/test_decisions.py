@@ -214,7 +214,7 @@ def test_status_of_a_comparison_shows_each_of_its_runs(tmp_path, monkeypatch, ca
     assert set(json.loads(capsys.readouterr().out)) == {"plain", "overlay"}
     assert cli.main(["status", str(tmp_path / "plain")]) == 0
     capsys.readouterr()
-    assert cli.main(["status", str(tmp_path / "data")]) == 2 and "no such" in capsys.readouterr().err.lower()
+    assert cli.main(["status", str(tmp_path / "data")]) == 2 and "has no esgrpo/hooks.json" in capsys.readouterr().err
 
 
 def test_another_run_in_the_same_directory_is_not_counted_and_restarts_are(tmp_path, monkeypatch):

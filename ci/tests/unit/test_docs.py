@@ -50,6 +50,20 @@ def test_what_is_generated_is_up_to_date():
     assert docs.main(["--check"]) == 0
 
 
+@pytest.mark.parametrize("end", ["", "_zh"])
+def test_the_front_page_shows_the_run_whose_table_is_in_the_results(end):
+    """Decisions of the demo, and the states of its hooks."""
+    front = (ROOT / f"README{end}.md").read_text(encoding="utf-8")
+    table = (ROOT / "docs" / f"results{end}.md").read_text(encoding="utf-8").partition("<!-- quickstart-table -->")[2]
+    rows = dict(re.findall(r"(?m)^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", table))
+    shown = re.search(r"(?ms)^MODULE +SWITCH +DECISIONS +REASON\n(.*?)^```$", front)[1].splitlines()
+    assert len(shown) > 3
+    for line in shown:
+        module, switch, decided, *reason = line.split(maxsplit=3)
+        assert switch == "on" and rows[f"decisions: {module}"] == ": ".join([decided, *reason])
+    assert rows["hook states"] == re.search(r"handshake: \d+ processes, (.+)", front)[1]
+
+
 def test_every_block_has_its_place():
     for page, name in docs.BLOCKS:
         text = page.read_text(encoding="utf-8")

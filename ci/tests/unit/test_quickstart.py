@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import quickstart
+from esgrpo.tools.lint.release import releases
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -64,6 +65,40 @@ def test_it_ends_with_commands_of_its_own_environment(monkeypatch):
     status, benchmarks = quickstart.afterwards(quickstart.ROOT / "runs" / "quickstart")
     assert status.startswith(".venv/bin/esgrpo status runs/quickstart: ")
     assert ".venv/bin/python -m bench.…" in benchmarks
+
+
+@pytest.mark.parametrize("free, arguments, wanted", [(7, (), 8), (11, ("--model", "smollm2"), 12),
+                                                     (7, ("--model=testbed",), 8)])
+def test_it_asks_for_the_memory_of_its_model(tmp_path, free, arguments, wanted):
+    awk = tmp_path / "awk"  # reads /proc/meminfo
+    awk.write_text(f"#!/bin/sh\necho {free}\n")
+    awk.chmod(0o755)
+    done = subprocess.run(["bash", str(ROOT / "bench" / "quickstart.sh"), *arguments], capture_output=True, text=True,
+                          env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "ESGRPO_PYTHON": sys.executable,
+                               "ESGRPO_VENV": str(tmp_path / "venv")}, timeout=60)
+    assert done.returncode == 2 and f"{free} GiB of memory are free | wanted {wanted} |" in done.stderr
+
+
+RECIPES = ROOT / "bench" / "recipes"
+
+
+@pytest.mark.parametrize("recipe", ["fully_async.sh", "one_step_off.sh"])
+def test_a_recipe_refuses_a_release_that_it_was_not_written_for(tmp_path, recipe):
+    for name in ("python3", "esgrpo"):
+        stub = tmp_path / name
+        stub.write_text("#!/bin/sh\necho started\n")
+        stub.chmod(0o755)
+
+    def started(**variables):
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), **variables}
+        return subprocess.run(["bash", str(RECIPES / recipe)], capture_output=True, text=True, env=environment,
+                              timeout=60)
+
+    for release in (None, *releases()):
+        assert started(**({"VERL": release} if release else {})).stdout == "started\n", release
+    done = started(VERL="0.7.5")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert "VERL: 0.7.5 | wanted one of " + " ".join(releases()) in done.stderr and done.stderr.count(" | ") == 3
 
 
 @pytest.mark.parametrize("checkout, installed", [("here", True), ("elsewhere", False)])

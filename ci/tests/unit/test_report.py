@@ -14,6 +14,7 @@ from bench.common import modules, training
 from esgrpo import cli
 from esgrpo.tools.report import headline, load, page, policy_tables, sections, tables
 from esgrpo.tools.report.chinese import in_chinese
+from esgrpo.tools.report.training_figures import _reward
 
 pytest.importorskip("matplotlib")
 MEASURES = {"effective tokens/s": 100.0, "decoded tokens/s": 200.0, "time to target, s": 30.0, "bubble rate": 0.5,
@@ -310,6 +311,18 @@ def test_two_seeds_are_drawn_with_their_last_evaluations():
             assert [list(line.get_xdata()) for line in axis.lines] == [[0.0, 100.0], [0.0, 120.0]]
 
 
+def test_a_single_evaluation_stands_on_the_time_of_its_run():
+    """Its own axis would be a few milliseconds wide."""
+    from matplotlib.figure import Figure
+
+    from esgrpo.tools.report.training_figures import comparison_panels
+
+    one = {**CURVES, "evaluations": [[0.01, 0.4]]}
+    axes = list(Figure().subplots(1, 3))
+    comparison_panels(axes, {"plain": [one]})
+    assert all(axis.get_xlim()[0] == 0 and 15.0 <= axis.get_xlim()[1] < 17.0 for axis in (axes[0], axes[2]))
+
+
 def test_a_measure_without_a_ratio_has_no_panel():
     from esgrpo.tools.report.training_figures import _ratios
 
@@ -412,6 +425,29 @@ def test_a_question_is_answered_by_the_best_evidence_not_by_the_best_number(tmp_
     """Negative control: the order of evidence turned around shows the other number."""
     rows = two_files(tmp_path, device="AMD EPYC, 2 cores")  # 2 on the GPU, 3 on a CPU
     assert rows[0][1].startswith("2 times") and rows[0][6].startswith("3 (")
+
+
+def test_a_page_without_answers_has_no_empty_table(tmp_path):
+    engine_record(tmp_path, [RUN])
+    assert "## Headline" not in pages(tmp_path)[1] and "## Every claim" not in pages(tmp_path)[1]
+    ablation_record(tmp_path)
+    assert "## Headline" in pages(tmp_path)[1] and "## Every claim" in pages(tmp_path)[1]  # negative control
+
+
+def test_one_of_a_thing_is_not_several(tmp_path, capsys):
+    engine_record(tmp_path, [RUN])
+    pages(tmp_path)
+    assert ": 1 record, not run: " in capsys.readouterr().out
+
+
+def test_captions_are_in_chinese_from_end_to_end(root):
+    """What is left of Latin script is names and numbers, never a sentence."""
+    content = sections.build(load.records(root / "bench" / "results"))
+    blocks = [block for section in content.sections for block in section.blocks]
+    told = {figure.caption for block in blocks for figure in block.figures}
+    told |= {_reward({"a": [CURVES]}, kind).caption for kind in ("run", "comparison")}
+    assert len(told) > 5
+    assert [text for text in told if re.search(r"[a-z]+ [a-z]+ [a-z]+ [a-z]+", in_chinese(text))] == []
 
 
 def test_the_page_says_its_own_words_in_chinese_too(tmp_path):

@@ -125,6 +125,19 @@ def test_what_both_sides_of_the_loop_spent_their_time_on(run_dir):
     assert facts["age of trained tokens, weight versions"] == 1.5 and facts["wait in the queue, s"] == 2.5
 
 
+def test_start_up_is_no_idle_time(run_dir):
+    """The first response began at 100: a version that ended before it, and what another one idled before it."""
+    event = {"time": 120.0, "side": "rollout", "schema": 2, "in_flight": 0.0}
+    rows = [{**event, "version": -1, "start": 30.0, "seconds": 60.0, "spent": {"idle": 60.0, "busy": 0.0}},
+            {**event, "version": 0, "start": 90.0, "seconds": 18.0, "spent": {"idle": 12.0, "busy": 6.0},
+             "in_flight": 2.0}]
+    (run_dir / "esgrpo" / "events-1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = runs.condense(run_dir)
+    assert found["facts"]["rollout: idle, share of its time"] == pytest.approx(2 / 8)
+    assert found["facts"]["groups in flight"] == 2.0
+    assert found["loop"] == [[0, 0, {"rollout: idle": pytest.approx(2 / 8), "rollout: busy": pytest.approx(6 / 8)}]]
+
+
 def test_requests_of_several_replicas_add_up(run_dir):
     window = json.loads((run_dir / "esgrpo" / "windows-1.jsonl").read_text().splitlines()[0])
     (_, alone), = runs.by_version([window])

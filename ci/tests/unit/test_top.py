@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -16,10 +17,10 @@ import pytest
 
 from esgrpo import cli, records
 from esgrpo.algo import rows
-from esgrpo.tools import language
+from esgrpo.tools import language, top
 from esgrpo.tools.top import follow, state
 
-pytest.importorskip("rich")
+rich = pytest.importorskip("rich")
 START = 1_700_000_000.0
 SETTINGS = {"enable": True, "history": {"enable": True}, "routing": {"enable": True}}
 PATIENCE_S = 20
@@ -153,13 +154,54 @@ def test_a_new_run_in_the_directory_replaces_the_old_one_and_its_stragglers(run)
     assert loop.run == "two" and loop.version is None
 
 
-@pytest.mark.parametrize("made", ["nothing", "directory", "folder"])
+@pytest.mark.parametrize("made", ["directory", "folder"])
 def test_a_run_that_has_not_begun(tmp_path, capsys, monkeypatch, made):
+    """One frame waits for nothing, and says so; a terminal is waited in."""
     run_dir = tmp_path / "run"
-    if made != "nothing":
-        (run_dir / ("esgrpo" if made == "folder" else "")).mkdir(parents=True)
+    (run_dir / ("esgrpo" if made == "folder" else "")).mkdir(parents=True)
     code, text = shown(run_dir, capsys, monkeypatch)
-    assert code == 1 and len(text.splitlines()) <= 2 and "waiting for the run" in " ".join(text.split())
+    words = " ".join(text.split())
+    assert code == 1 and len(text.splitlines()) <= 2 and "has not begun" in words and "waiting" not in words
+    frames = []
+    monkeypatch.setattr(top.time, "sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr("rich.live.Live.update", lambda _self, frame, **_: frames.append(frame))
+    follower, loop = top._read(str(run_dir))
+    top._live(str(run_dir), follower, loop, rich.console.Console(file=io.StringIO()), 0.0)
+    assert "waiting for the run to begin" in str(frames[0].renderables[0])
+
+
+def refused(arguments, capsys) -> str:
+    assert cli.main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and told.err.count(" | ") == 3, told.err
+    return told.err
+
+
+@pytest.mark.parametrize("once", [(), ("--once",)])
+def test_a_directory_that_is_not_there_is_not_waited_for(tmp_path, capsys, once):
+    assert "nothere does not exist" in refused(["top", str(tmp_path / "nothere"), *once], capsys)
+
+
+def test_of_a_directory_of_runs_the_one_that_is_alive(tmp_path, capsys, monkeypatch):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    (tmp_path / "data").mkdir()
+    put(tmp_path / "plain", rows.Start(resumed_step=0), child.pid)
+    assert shown(tmp_path, capsys, monkeypatch)[1].startswith("plain ")
+    put(tmp_path / "overlay", rows.Start(resumed_step=0), child.pid)
+    said = refused(["top", str(tmp_path), "--once"], capsys)
+    assert "2 runs" in said and "overlay, plain" in said and f"esgrpo top {tmp_path / 'plain'}" in said
+    put(tmp_path / "overlay", rows.Start(resumed_step=0), os.getpid())
+    assert shown(tmp_path, capsys, monkeypatch)[1].startswith("overlay ")
+
+
+def test_accelerators_of_the_trainer_are_those_that_no_replica_has(run, capsys, monkeypatch):
+    put(run, window(3, "0", devices={"n:0": [0.5, 0.25]}), os.getpid(), at=START + 40)
+    event = rows.LoopEvent(side="train", version=4, start=START, seconds=1.0, spent={"train": 1.0},
+                           devices={"n:0": [0.5, 0.25], "n:1": [0.875, 0.625]})
+    put(run, event, os.getpid(), at=START + 41)
+    (line,) = [line for line in shown(run, capsys, monkeypatch)[1].splitlines() if "trainer busy/memory" in line]
+    assert "88%/62%" in line and "50%" not in line
 
 
 def test_a_run_without_a_weight_version_and_one_that_ended(tmp_path, capsys, monkeypatch):
@@ -182,7 +224,7 @@ def test_what_cannot_be_shown_is_said_in_one_line(tmp_path, capsys, monkeypatch)
     assert cli.main(["top", str(tmp_path)]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert all(line.count(" | ") == 3 and line.startswith("esgrpo: top: ") for line in (first, second))
-    assert "is a file" in first and "pip install 'esgrpo[top]'" in second
+    assert f"{file} is a file" in first and "pip install 'esgrpo[top]'" in second
 
 
 def _takes_interrupts():

@@ -8,6 +8,7 @@ import os
 from esgrpo import records
 from esgrpo.algo import books
 from esgrpo.errors import EsgrpoError, show
+from esgrpo.tools import run_dirs
 
 
 def of_directory(run_dir: str) -> tuple[list[books.Books], int]:
@@ -20,7 +21,7 @@ def of_directory(run_dir: str) -> tuple[list[books.Books], int]:
     if not runs:
         raise EsgrpoError("status --books", f"no rows in {os.path.join(run_dir, records.FOLDER)}",
                           "records of a run with the overlay", "nothing to settle",
-                          "give the run directory (trainer.default_local_dir)")
+                          run_dirs.TODO)
     return [books.settle(mine, run) for run, mine in runs.items()], torn
 
 
@@ -46,13 +47,19 @@ def lines(found: books.Books) -> list[str]:
             "  the books balance" if found.balanced else "  DO NOT BALANCE: " + "; ".join(found.problems)]
 
 
-def main(run_dir: str, as_json: bool) -> int:
-    """Print; 0 when the books of every run balance, else 1."""
-    runs, torn = of_directory(run_dir)
+def main(directory: str, as_json: bool) -> int:
+    """Print, of a run or of each run in the directory of a comparison; 0 when all books balance, else 1."""
+    run_dirs.check("status --books", directory, "nothing to settle")
+    found = {path: of_directory(path) for path in run_dirs.runs_in(directory, run_dirs.has_rows)}
     if as_json:
-        print(json.dumps({"runs": [as_dict(found) for found in runs], "torn_rows": torn}, indent=2))
+        told = {os.path.basename(path): {"runs": [as_dict(one) for one in runs], "torn_rows": torn}
+                for path, (runs, torn) in found.items()}
+        print(json.dumps(told if len(told) > 1 else next(iter(told.values())), indent=2))
     else:
-        for found in runs:
-            show("\n".join(lines(found)))
-        show(f"rows cut short where a process was killed: {torn}")
-    return 0 if all(found.balanced for found in runs) else 1
+        for path, (runs, torn) in found.items():
+            if len(found) > 1:
+                show(path)
+            for one in runs:
+                show("\n".join(lines(one)))
+            show(f"rows cut short where a process was killed: {torn}")
+    return 0 if all(one.balanced for runs, _ in found.values() for one in runs) else 1

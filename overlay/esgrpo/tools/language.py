@@ -48,4 +48,9 @@ def texts(file: Path, name: str, /, **values) -> str:
     return _tables(file)[name][spoken()].format(**values)
 
 
+def counted(number: int, noun: str) -> str:
+    """In English: 1 error, 2 errors."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 _tables = cache(compat.toml)

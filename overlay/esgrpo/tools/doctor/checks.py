@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +95,8 @@ def tested(env: Environment) -> Iterator[Finding]:
         yield Finding("tuple", OK if verdict.startswith("tested") else NOTE, verdict)
         if "torch" in env.versions:
             yield Finding("torch", OK, env.versions["torch"])
-    for name in ("verl", "ray", "torch"):
-        if name not in env.versions and name not in env.broken:
+    for name in ("verl", "vllm", "ray", "torch"):
+        if not {name, f"{name}-cpu"} & {*env.versions, *env.broken}:
             yield Finding(name, WARNING, _say("not-installed"), _say("install-or-move"))
 
 
@@ -284,8 +285,15 @@ def hooks(states: Callable[[], list[dict]]) -> Iterator[Finding]:
             slugs = ", ".join(row["slug"] for row in bad)
             yield Finding("hooks", level, f"{state.value}: {slugs} ({bad[0]['reason']})",
                           _say("hooks-fix"))
-    counts = {state: sum(row["state"] == state for row in rows) for state in sorted({row["state"] for row in rows})}
-    yield Finding("hooks", OK, _say("hooks-counted", counts=", ".join(f"{n} {state}" for state, n in counts.items())))
+    absent = [row for row in rows if row["state"] == State.ABSENT.value]
+    if absent:
+        upstreams = ", ".join(sorted({row["upstream"] for row in absent}))
+        yield Finding("hooks", NOTE, _say("hooks-absent", count=len(absent), upstreams=upstreams),
+                      _say("install-or-move"))
+    counts = Counter(sorted(row["state"] for row in rows if row not in absent))
+    if counts or not absent:
+        told = ", ".join(f"{n} {state}" for state, n in counts.items())
+        yield Finding("hooks", OK, _say("hooks-counted", counts=told))
 
 
 RULES = (python, tested, ascend_stack, cann, devices, collectives, log_probs, compiler, libstdcxx, megatron, variables)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from esgrpo import recorded
 from esgrpo.errors import EsgrpoError, say, show
-from esgrpo.tools import upstreams
+from esgrpo.tools import language, upstreams
 from esgrpo.tools.lint import rules
 from esgrpo.tools.lint.expansion import UNKNOWN
-from esgrpo.tools.lint.release import Release, commands, find, is_legacy, short
+from esgrpo.tools.lint.release import Release, commands, find, is_legacy, releases, short
 from esgrpo.tools.lint.rules import ERROR, NOTE, PLACEHOLDER, WARNING, phrase, said
 from esgrpo.tools.lint.script import Argument, Launch, Script
 
@@ -93,9 +94,11 @@ def _finding(line: int, severity: str, key: str, name: str, /, **values) -> Find
 def _without_verl(launch: Launch, version: str, error: EsgrpoError) -> list[Finding]:
     """What can be said from the script alone."""
     arguments = [a for a in [*launch.arguments, *launch.dropped] if "=" in a.text and a.text[:1] not in "-\0"]
+    known = releases()
+    name = "no_verl" if version in known or upstreams.COMMIT.fullmatch(version) else "no_release"
     return [*_cuts(launch), *_twice(arguments), _finding(
-        launch.line, NOTE, launch.module, "no_verl", release=short(version), why=str(error.args[1]),
-        commands=commands(version))]
+        launch.line, NOTE, launch.module, name, release=short(version), why=str(error.args[1]),
+        commands=commands(version), known=", ".join(known))]
 
 
 def _launch(launch: Launch, release: Release) -> tuple[list[Finding], str]:
@@ -126,10 +129,10 @@ def _launch(launch: Launch, release: Release) -> tuple[list[Finding], str]:
             return [*findings, _finding(launch.line, NOTE, "--config-path", "config_elsewhere", path=config_dir)], ""
     if options["--config-name"]:
         name = options["--config-name"].removesuffix(".yaml")
-    findings += _twice(overrides) + _from_environment(overrides)
+    findings += _from_environment(overrides)
     outside = next((a for a in overrides if a.text.lstrip("+").startswith("hydra.searchpath=")), None)
     if outside:
-        return [*findings, _finding(outside.line, NOTE, "hydra.searchpath", "searchpath")], ""
+        return [*findings, *_twice(overrides), _finding(outside.line, NOTE, "hydra.searchpath", "searchpath")], ""
     composed, complete = _composed(launch, release, config_dir, name, overrides)
     return findings + composed, name if complete else ""
 
@@ -206,15 +209,19 @@ def _composed(launch: Launch, release: Release, config_dir: Path, name: str,
     segment = any(SEGMENT in text or "loss_mode=pois" in text or "loss_mode=sais" in text for text in texts)
     answer = release.compose(config_dir, name, texts, segment)
     if answer is not None and "broken" in answer:
-        return [_finding(launch.line, ERROR, name, "broken", release=release.shown, error=answer["broken"])], True
+        return [*_twice(overrides), _finding(launch.line, ERROR, name, "broken", release=release.shown,
+                                             error=answer["broken"])], True
     if answer is None:
-        return _without_hydra(release, launch.module, overrides, commented), False
+        return [*_twice(overrides), *_without_hydra(release, launch.module, overrides, commented)], False
     findings = []
     lines: dict[str, int] = {}
+    added: dict[str, int] = {}
     own = _is_own(launch.module)
     for argument, result in zip(overrides, answer["results"], strict=True):
         lines[result.get("key", argument.text)] = argument.line
-        findings += _key(argument, result, answer["keys"], release, launch.module)
+        findings += _key(argument, result, answer["keys"], release, launch.module, added)
+        if result.get("missing") and "error" not in result:
+            added[result["key"]] = argument.line
     if commented:
         notes = release.compose(config_dir, name, [_text(argument) for argument in commented], False)
         for argument, result in zip(commented, notes["results"], strict=True):
@@ -224,6 +231,8 @@ def _composed(launch: Launch, release: Release, config_dir: Path, name: str,
     config = rules.Config(answer["config"], frozenset(lines), launch.module, release.version, str(device),
                           release.flash_default, release.validates(launch.module),
                           frozenset(slug for slug in rules.PATCHES if release.has_patch(slug)))
+    stopped = {(f.line, f.key) for f in findings if f.severity == ERROR}
+    findings += [f for f in _twice(overrides) if (f.line, f.key) not in stopped]
     findings += [Finding(_line(lines, key, launch), WARNING if own and severity == ERROR else severity, key, problem,
                          todo) for severity, key, problem, todo in rules.check(config)]
     return findings + _overlay(answer["overlay"], release, lines, launch), True
@@ -239,16 +248,22 @@ def _is_own(module: str) -> bool:
     return not module.startswith("verl.") and not is_legacy(module)
 
 
-def _key(argument: Argument, result: dict, keys: list[str], release: Release, module: str) -> list[Finding]:
-    """What Hydra, verl's dataclasses and verl's source say of one override."""
+def _key(argument: Argument, result: dict, keys: list[str], release: Release, module: str,
+         added: dict[str, int] | None = None) -> list[Finding]:
+    """What Hydra, verl's dataclasses and verl's source say of one override. `added`: what the script added above."""
     own = _is_own(module)
     plain, _, value = argument.text.partition("=")
     key, line, version = result.get("key", plain.lstrip("+~")), argument.line, release.shown
     if "error" in result:
         if result.get("kind") == "key" and result.get("missing"):
+            ours = key == SEGMENT or key.startswith(f"{SEGMENT}.")
+            suggestion = said("add", override=argument.text)[1] if ours else _suggestion(key, result, keys)
             return [_finding(line, ERROR, key, "unknown_key", release=version, missing=result["missing"],
-                             below=_below(result), suggestion=_suggestion(key, result, keys))]
+                             below=_below(result), suggestion=suggestion)]
         if result.get("kind") == "key" and plain.startswith("+") and "Could not append" in result["error"]:
+            before = [place for name, place in (added or {}).items() if f"{name}.".startswith(f"{key}.")]
+            if before:
+                return [_finding(line, ERROR, key, "added_twice", line=before[-1])]
             return [_finding(line, ERROR, key, "exists", release=version, key=key)]
         if UNFILLED.search(value):
             return [_finding(line, ERROR, key, "placeholder", value=UNFILLED.search(value).group())]
@@ -372,7 +387,8 @@ def main(arguments) -> int:
             show(f"{arguments.script}:{finding}")
     for line in result.checked:
         say(line)
-    counts = {f"{severity}s": sum(f.severity == severity for f in result.findings)
-              for severity in (ERROR, WARNING, NOTE)}
-    say(phrase("counts", **counts))
-    return 1 if counts["errors"] else 0 if result.complete else UNUSABLE
+    counts = Counter(finding.severity for finding in result.findings)
+    counted = language.counted if language.spoken() == "en" else lambda number, _: number
+    say(phrase("counts", **{f"{severity}s": counted(counts[severity], severity)
+                            for severity in (ERROR, WARNING, NOTE)}))
+    return 1 if counts[ERROR] else 0 if result.complete else UNUSABLE

@@ -229,10 +229,15 @@ def _find(wanted: str | None, module: str, above: list[Path]) -> Release:
     if here and (here.version == wanted if wanted else here.main(module) or not is_legacy(module)):
         return replace(here, why=why, asked_in=asked_in) if wanted else here
     if not wanted:
-        pinned = {row.versions["verl"] for row in compat.load() if "verl" in row.versions}
-        wanted = LEGACY_RELEASE if is_legacy(module) else max(pinned, key=lambda v: [int(p) for p in v.split(".")])
+        wanted = LEGACY_RELEASE if is_legacy(module) else releases()[-1]
         why = "judged_legacy" if is_legacy(module) else "judged_newest"
     return Release(wanted, upstreams.sources("verl", wanted, say=say), why, asked_in)
+
+
+def releases() -> list[str]:
+    """Those of verl that the overlay knows, oldest first."""
+    known = {row.versions["verl"] for row in compat.load() if "verl" in row.versions}
+    return sorted(known, key=lambda version: [int(part) for part in version.split(".")])
 
 
 def short(version: str) -> str:

@@ -46,7 +46,6 @@ class Launch:
     commented: list[Argument] = field(default_factory=list)
     cuts: list[tuple[int, str]] = field(default_factory=list)
     exported: dict[str, str] = field(default_factory=dict)
-    followed_by: str = ""
     with_overlay: bool = False  # started by `esgrpo run`
 
 
@@ -318,7 +317,6 @@ class Script(Variables):
             following = commands[index + 1]
             raw = following.words[0].plain if following.words else ""
             if not OVERRIDE.match(raw):
-                launch.followed_by = raw
                 break
             if not last.cut:
                 launch.cuts.append((last.end, "no_backslash"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from esgrpo.errors import EsgrpoError, show
+from esgrpo.tools import language
 
 DEFAULT_NAME = "report.html"
 
@@ -43,6 +44,7 @@ def main(directory: str, out: str | None = None, trace: str | None = None) -> in
     page.write(content, path)
     unknown = [record.name for record in content.unknown]
     odd = f", unknown shape: {', '.join(unknown)}" if unknown else ""
-    show(f"esgrpo: {path} and {path.with_suffix('.md').name}: {len(records)} records, "
-         f"not run: {len(content.missing)} kind(s) of evidence{odd}")
+    show(f"esgrpo: {path} and {path.with_suffix('.md').name}: "
+         f"{language.counted(len(records), 'record')}, not run: {language.counted(len(content.missing), 'kind')} of "
+         f"evidence{odd}")
     return 0

@@ -158,8 +158,10 @@ def markdown_table(rows: list[list[str]]) -> str:
 
 
 def as_markdown(content: Content) -> str:
-    parts = [f"# {TITLE}", "Figures are on the HTML page of the same name.", "## Headline",
-             markdown_table(content.headline.rows), f"## {content.claims.title}", markdown_table(content.claims.rows)]
+    parts = [f"# {TITLE}", "Figures are on the HTML page of the same name."]
+    for title, table in (("Headline", content.headline), (content.claims.title, content.claims)):
+        if len(table.rows) > 1:  # more than its head
+            parts += [f"## {title}", markdown_table(table.rows)]
     for section in content.sections:
         if section.blocks:
             parts += [f"## {section.title}", section.lead]

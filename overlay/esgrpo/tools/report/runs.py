@@ -22,6 +22,7 @@ BINS_PER_OCTAVE = 4  # of a histogram of lengths
 QUEUE_ORDER_MARGIN_S = 2.0  # between the end of a group's last response and its place in the queue
 DIGITS = 4
 VERSION_ROWS = 12  # of a table over weight versions, which it puts together
+WAITING = ("idle", "wait")  # of the rollouter and of the trainer
 HOLD = 2  # evaluations in a row at which a target counts as reached
 
 
@@ -143,6 +144,23 @@ def training_reward(rows: list[dict], start: float) -> list[tuple[float, float]]
     return [((number + 0.5) * BIN_S, sum(scores) / len(scores)) for number, scores in sorted(bins.items())]
 
 
+def since(events: Iterable[Mapping], start: float) -> list[Mapping]:
+    """Events of the loop from `start` on, when the first response began: what went before is start-up.
+
+    Of an event that began earlier the time before is cut off what was idle in it, because nothing could run then.
+    """
+    found = []
+    for event in events:
+        before = start - event["start"]
+        if before >= event["seconds"] > 0:
+            continue
+        name = next((name for name in WAITING if name in event["spent"]), None)
+        cut = min(before, event["spent"][name]) if before > 0 and name else 0.0
+        found.append({**event, "seconds": event["seconds"] - cut,
+                      "spent": {**event["spent"], name: event["spent"][name] - cut}} if cut else event)
+    return found
+
+
 def of_loop(events: Iterable[Mapping], windows: Iterable[Mapping]) -> dict[str, float]:
     """Where both sides of a fully async loop spent their time, and what they measured; without events only surprisal.
 
@@ -220,7 +238,7 @@ def condense(run_dir: Path) -> dict:
     rates = bubble(windows, sum({w["version"]: w["rollouter_paused"] for w in windows}.values()))
     lengths = [r["tokens"] for r in responses]
     overrides = arm.get("overrides", [])
-    hooks, events = run_dir / "esgrpo" / "hooks.json", read(str(run_dir), "events")
+    hooks, events = run_dir / "esgrpo" / "hooks.json", since(read(str(run_dir), "events"), start)
     return {
         "command": f"arm {arm['name']!r} of a benchmark, {len(overrides)} overrides in its arm.json" if arm else "",
         "seeds": [o.partition("=")[2] for o in overrides if o.startswith("data.seed=")],

@@ -12,6 +12,7 @@ from esgrpo.tools.report.runs import BINS_PER_OCTAVE, CAUSES
 from esgrpo.tools.report.tables import baseline_of, ratios
 
 PANELS = 3  # in a row
+MARGIN = 0.03  # right of the last point, of the axis
 BAND = 0.15  # opacity of the range over seeds
 MEDIAN_FROM = 3  # seeds; fewer are drawn one by one
 RATIO_KEYS = ("effective tokens/s", "time to target, s", "samples to target")
@@ -102,6 +103,13 @@ def _reward_line(axis, arm: str, seeds: list[dict], colour: str) -> None:
                           alpha=BAND, lw=0)
 
 
+def _whole(arms: dict[str, list[dict]]) -> dict:
+    """The time axis over the longest run: that of a single evaluation would be a few milliseconds wide."""
+    end = max((point[0] for seeds in arms.values() for one in seeds for name in ("evaluations", "running", "bubble")
+               for point in one.get(name, ())), default=0.0)
+    return {"xlim": (0, end * (1 + MARGIN))} if end > 0 else {}
+
+
 def _length_lines(axis, arm: str, seeds: list[dict], colour: str) -> None:
     """Cumulative shares: the largest gap of two lines is their Kolmogorov-Smirnov distance."""
     for kind, style in (("sampled", "-"), ("trained", ":")):
@@ -151,7 +159,7 @@ def _reward(arms, kind: str) -> Figure:
         meaning = "Held-out reward; dotted: the target of all arms."
     return Figure("Reward over wall time",
                   meaning + ("" if several else " One run each: differences of this size can be the seed."),
-                  _against_baseline(arms, _reward_line, "seconds since ready", "mean reward"))
+                  _against_baseline(arms, _reward_line, "seconds since ready", "mean reward", **_whole(arms)))
 
 
 def _bubble(arms) -> Figure | None:
@@ -208,10 +216,11 @@ def comparison_panels(axes, arms: dict[str, list[dict]]) -> None:
         _length_lines(lengths, arm, seeds, colour)
         if seeds[0]["running"]:
             running.plot(*zip(*seeds[0]["running"], strict=True), lw=1.5, color=colour, label=arm)
-    reward.set(xlabel="seconds since ready", ylabel="mean reward", title="held-out reward (dotted: target)")
+    reward.set(xlabel="seconds since ready", ylabel="mean reward", title="held-out reward (dotted: target)",
+               **_whole(arms))
     lengths.set(xlabel="tokens", ylabel="share of responses", xscale="log",
                 title="lengths up to (solid: sampled, dotted: trained)")
     running.set(xlabel="seconds since ready", ylabel="requests", ylim=(0, None),
-                title="decoding requests, mean of 10 s")
+                title="decoding requests, mean of 10 s", **_whole(arms))
     for axis in axes:
         axis.legend()

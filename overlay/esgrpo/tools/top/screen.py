@@ -145,6 +145,9 @@ def loop_table(loop: Loop) -> Group | None:
     if trained is not None and trained.age is not None:
         queued = UNKNOWN if trained.queued_s is None else f"{trained.queued_s:.1f} s"
         grid.add_row(said("age"), said("age_of", versions=number(trained.age), seconds=queued))
+    theirs = loop.trainer_devices()
+    if theirs:
+        grid.add_row(said("trainer_device"), _of_devices(theirs))
     if loop.ended:
         grid.add_row(said("since"), said("since_of", count=loop.ended, tokens=number(loop.ended_tokens)))
     if loop.checkpoint:
@@ -225,10 +228,11 @@ def _setting(value) -> str:
 
 
 def frame(run_dir: str, loop: Loop, now: float, alive: bool | None, problems: Iterable[tuple[str, Mapping]],
-          width: int) -> RenderableType:
-    """The whole frame. `alive`: whether a process of the run is left, None where that cannot be known."""
+          width: int, waits: bool) -> RenderableType:
+    """The whole frame. `alive`: whether a process of the run is left, None where that cannot be known; `waits`: there
+    will be another frame."""
     if loop.last is None:
-        return Group(*notes(loop, [("waits", {"folder": run_dir}), *problems]))
+        return Group(*notes(loop, [("waits" if waits else "no_rows", {"folder": run_dir}), *problems]))
     top = [head(run_dir, loop), life(loop, now, alive), *notes(loop, problems)]
     if loop.version is None:
         top.append(Text(said("begun"), overflow="fold"))

@@ -160,9 +160,11 @@ def _adjust(config, segment, features):
     from omegaconf import OmegaConf
 
     from esgrpo import engine
+    from esgrpo.hooks.verl.run import resume_point
     from esgrpo.hooks.verl.run.config_rules import Plan, check_model_path, fill
 
     check_model_path(config.actor_rollout_ref.model.path)
+    resume_point.check(config)
     run_dir = os.environ.get("ESGRPO_RUN_DIR") or os.path.abspath(config.trainer.default_local_dir)
     wanted = Plan(segment)
     fill(wanted, config, features, run_dir, engine.disabled_slugs())
