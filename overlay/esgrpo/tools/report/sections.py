@@ -93,7 +93,8 @@ ORDER = (
     ("Is what is trained right?",
      lambda r: r.kind in ("estimator bias", "treatments", "prompt sampling", "start reward", "check", "verdicts",
                           "looks", "thresholds", "loops"),
-     "Estimators against the gradient of whole groups, which prompts are drawn, and runs that pass or fail."),
+     "Estimators against the gradient of whole groups, which prompts are drawn, runs that pass or fail, and rules "
+     "played again on recorded responses."),
     ("What does the overlay itself cost, and save?",
      lambda r: r.kind in ("scheduler cost", "output cost", "decode overhead", "start-up"),
      "Each against plain upstream in one process, with a control of plain against plain."),
