@@ -1,6 +1,6 @@
 """How often the rule for loops takes for a loop what is none, and how soon it finds real ones. Standard library only.
 
-    python -m bench.loops [--json] [--seed 0 --placements 100000 --seconds 35]
+    python -m bench.loops [--json] [--seed 0 --placements 100000 --seconds 35] [--results FILE]
 
 False prunes: text that repeats itself without being a loop, placed in a response at a random token. Half of it is
 cut from what is installed (the standard library with its tests and data, and installed packages: code, mathematics,
@@ -39,6 +39,7 @@ try:
 except ImportError:  # not installed: this command needs the repository and Python only
     sys.path.insert(0, str(ROOT / "overlay"))
 
+from bench.common.provenance import add_results, write_record  # noqa: E402
 from esgrpo.algo.segments import PRUNE, SegmentBook  # noqa: E402
 from esgrpo.config import Prune, Repetition, Segment  # noqa: E402
 
@@ -310,6 +311,18 @@ def summary(result: dict) -> dict:
             "loops": len(result["loops"]), "found_within_512": len(found) / max(1, len(result["loops"]))}
 
 
+def details(result: dict, rule: Repetition) -> dict:
+    """What a record has beside the summary."""
+    made = ("min_span", "max_pattern_size", "max_surprisal", "check_interval")
+    found = sorted(at for at in result["loops"] if at is not None)
+    return {"rule": {name: getattr(rule, name) for name in made},
+            "found_after": {"median": found[len(found) // 2], "most": found[-1]} if found else None,
+            "by_kind": result["placements"], "files_read": {kind: used for kind, (used, _) in result["files"].items()},
+            "false": [{"kind": placement.kind, "read_as": placement.read_as, "tokens": at}
+                      for placement, at in result["false"][:SHOWN]],
+            "recorded_by": {name: result["record"][name] for name in ("command", "commit", "seed")}}
+
+
 def print_table(result: dict, rule: Repetition) -> None:
     print(f"rule: the last {rule.min_span} tokens or more repeat a pattern of at most {rule.max_pattern_size}, with a "
           f"mean surprisal of at most {rule.max_surprisal:g} nats a token; a look every {rule.check_interval} tokens\n")
@@ -342,6 +355,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-pattern-size", type=int, default=default.max_pattern_size, help="tokens")
     parser.add_argument("--max-surprisal", type=float, default=default.max_surprisal, help="nats a token")
     parser.add_argument("--check-interval", type=int, default=default.check_interval, help="tokens between two looks")
+    add_results(parser)
     options = parser.parse_args(argv)
     if options.placements < 1 or options.seconds <= 0 or options.check_interval < 1:
         parser.error("--placements, --seconds and --check-interval must be positive")
@@ -357,6 +371,8 @@ def main(argv: list[str] | None = None) -> int:
               "python -m bench.testbed.record_loops", file=sys.stderr)
         return 1
     found = summary(result)
+    if options.results:
+        write_record(options.results, "bench.loops", argv, (options.seed,), {**found, **details(result, rule)})
     if options.json:
         print(json.dumps(found))
     else:

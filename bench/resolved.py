@@ -1,6 +1,6 @@
 """The threshold of the rule `resolved`, by recorded groups: what `prune.resolved.null_prob` saves and what it costs.
 
-    python -m bench.resolved [--json]
+    python -m bench.resolved [--json] [--results FILE]
 
 Recorded groups (bench/results/groups_*.json.gz) are decoded again, all members of a group at once, one token a tick.
 The rule is that of `esgrpo.algo.group_pruning` without a history of prompts: after each ending it names the members
@@ -24,7 +24,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from bench.common.provenance import commit
+from bench.common.provenance import add_results, commit, write_record
 from bench.common.recorded_groups import read
 from esgrpo import config
 from esgrpo.algo.audit import Audit
@@ -33,6 +33,7 @@ from esgrpo.algo.group_pruning import Finished, GroupPruner
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 TREATMENTS = {"both": "value", "wrong": "failed"}
+SEED = 0  # of coins, all of which exempt
 LARGEST_SHARE = config.Audit().max_fraction  # of a group that is cut
 
 
@@ -41,7 +42,7 @@ def pruner_of(null_prob: float, treatment: str, cap: int) -> GroupPruner:
     settings = config.parse({"enable": True, "prune": {
         "treatment": treatment, "resolved": {"enable": True, "null_prob": null_prob},
         "audit": {"enable": True, "exempt_prob": 1.0, "max_false_rate": 1.0, "max_fraction": 1.0}}})
-    return GroupPruner(settings, Audit(settings.prune.audit, random.Random(0)), cap)
+    return GroupPruner(settings, Audit(settings.prune.audit, random.Random(SEED)), cap)
 
 
 def cuts_of(pruner: GroupPruner, name: str, rows: list[dict], cap: int) -> dict[int, int]:
@@ -86,11 +87,14 @@ def _agreed(rows: list[dict], tokens: int) -> set[bool]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
+    add_results(parser)
     options = parser.parse_args(argv)
     records = {path.name.removeprefix("groups_").removesuffix(".json.gz"): read(path)
                for path in sorted(RESULTS.glob("groups_*.json.gz"))}
     found = {name: {kind: {str(threshold): measured(record, threshold, kind) for threshold in THRESHOLDS}
                     for kind in TREATMENTS} for name, record in records.items()}
+    if options.results:
+        write_record(options.results, "bench.resolved", argv, (SEED,), {"thresholds": THRESHOLDS, "tasks": found})
     if options.json:
         command = shlex.join(["python", "-m", "bench.resolved", *(sys.argv[1:] if argv is None else argv)])
         print(json.dumps({"command": command, "commit": commit(), "tasks": found}))

@@ -1,6 +1,6 @@
 """What early verdicts save, and what they cost: the product's rule, replayed on recorded groups. Standard library only.
 
-    python -m bench.verdict [--json] [--seed 0] [--shuffled] [--segments]
+    python -m bench.verdict [--json] [--seed 0] [--shuffled] [--segments] [--results FILE [--seeds 0,1] [--orders N]]
 
 Recorded groups (bench.testbed.record_groups; every bench/results/groups_*.json.gz is a task) are decoded again
 (`bench.common.verdict_replay`).
@@ -19,7 +19,8 @@ the bench, which counts:
 Arms: `learned` is the rule, `loop_rule` no verdicts, `length` and `siblings` the same rule whose model sees nothing
 but the length, or the finished siblings. `--shuffled`: outcomes are shuffled over all responses; the gate must stay
 shut. `--segments`: elastic distances of looks against a fixed one at equal numbers of looks, at the recorded cap and
-at longer ones that are simulated by stretching every token.
+at longer ones that are simulated by stretching every token. `--orders N`: a record has its groups in one order; each of
+N random ones is played.
 
 Exit code: 1 where something that is wanted is missed, which the last lines say: on `search` 0.20 of the later half's
 tokens with at most 0.06 of the cuts false; everywhere no less than the rule for loops saves, false cuts below twice the
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shlex
 import sys
 import time
@@ -43,7 +45,7 @@ try:
 except ImportError:  # not installed: this command needs the repository and Python only
     sys.path.insert(0, str(ROOT / "overlay"))
 
-from bench.common.provenance import commit  # noqa: E402
+from bench.common.provenance import add_results, commit, seeds_of, write_record  # noqa: E402
 from bench.common.verdict_replay import LOOKS_IN_CAP, NO_BOUNDARY, Replay, Response, fixed, load  # noqa: E402
 from esgrpo.algo.calibration import ranks  # noqa: E402
 from esgrpo.algo.looks import Looks  # noqa: E402
@@ -81,9 +83,20 @@ def skill(groups: list[list[Response]], columns: Sequence[int], seed: int, cap: 
                          for probability in row.probabilities]) for family in families}
 
 
-def task_result(path: Path, seed: int, shuffled: bool = False, settings: Settings | None = None) -> dict:
-    """Arm -> what it saves and costs on one record."""
+def reordered(groups: list[list[Response]], order: int) -> list[list[Response]]:
+    """A record has its groups in one order; this is another."""
+    random.Random(order).shuffle(groups)
+    for number, group in enumerate(groups):
+        for row in group:
+            row.group = number
+    return groups
+
+
+def task_result(path: Path, seed: int, shuffled: bool = False, settings: Settings | None = None,
+                order: int | None = None) -> dict:
+    """Arm -> what it saves and costs on one record. `order`: of its groups, at random; None: as recorded."""
     cap, groups = load(path)
+    groups = groups if order is None else reordered(groups, order)
     found = {}
     for arm, columns in ARMS.items():
         replay = Replay(groups, columns, seed, fixed(cap), settings or Settings(), shuffled)
@@ -188,6 +201,10 @@ def acceptance(tasks: dict) -> list[str]:
     return missed
 
 
+def opened(tasks: dict) -> list[str]:
+    return [f"{name}: the gate opened on shuffled outcomes" for name, arms in tasks.items() if arms["learned"]["open"]]
+
+
 def print_table(tasks: dict) -> None:
     print(f"{'':23}{'tokens':>8}{'false':>8}{'correct':>9}{'auc':>7}{'makespan':>10}  later half: tokens, false")
     for task, arms in tasks.items():
@@ -205,6 +222,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--task", action="append", help="one record, by name; may be given several times")
     parser.add_argument("--shuffled", action="store_true", help="shuffle the outcomes")
     parser.add_argument("--segments", action="store_true", help="compare distances of looks instead; takes minutes")
+    add_results(parser, several=True)
+    parser.add_argument("--orders", type=int, default=0, metavar="N", help="of --results: random orders of the groups")
     options = parser.parse_args(argv)
     paths = {path.name.removeprefix("groups_").removesuffix(".json.gz"): path
              for path in sorted(RESULTS.glob("groups_*.json.gz"))}
@@ -216,24 +235,35 @@ def main(argv: list[str] | None = None) -> int:
     chosen = {name: path for name, path in paths.items() if not options.task or name in options.task}
     command = ["python", "-m", "bench.verdict", *(sys.argv[1:] if argv is None else argv)]
     facts = {"command": shlex.join(command), "commit": commit(), "seed": options.seed}
+    seeds = seeds_of(parser, options)
+    if options.orders and not options.results:
+        parser.error("--orders goes with --results")
     if options.segments:
-        print(json.dumps({**facts, "caps": {name: segments(path, options.seed) for name, path in chosen.items()}}))
+        caps = {name: {str(seed): segments(path, seed) for seed in seeds} for name, path in chosen.items()}
+        if options.results:
+            write_record(options.results, "bench.verdict", argv, seeds, {"caps": caps})
+        print(json.dumps({**facts, "caps": {name: next(iter(found.values())) for name, found in caps.items()}}))
         return 0
     began = time.time()
-    tasks = {name: task_result(path, options.seed, options.shuffled) for name, path in chosen.items()}
-    if options.shuffled:
-        missed = [f"{name}: the gate opened on shuffled outcomes" for name, arms in tasks.items()
-                  if arms["learned"]["open"]]
-    else:
-        missed = acceptance(tasks)
+    played = {f"seed {seed}" + ("" if order is None else f", order {order}"): {
+        name: task_result(path, seed, options.shuffled, order=order) for name, path in chosen.items()}
+        for seed in seeds for order in (range(options.orders) if options.orders else (None,))}
+    missed = {name: opened(tasks) if options.shuffled else acceptance(tasks) for name, tasks in played.items()}
+    tasks = next(iter(played.values()))  # that are shown; the others are in the record
+    cost = look_cost(next(iter(chosen.values()))) if options.json or options.results else None
+    if options.results:
+        write_record(options.results, "bench.verdict", argv, seeds, {
+            "shuffled": options.shuffled, "look_microseconds": cost, "missed": missed,
+            "tasks": {task: {name: found[task] for name, found in played.items()} for task in chosen}})
     if options.json:
-        print(json.dumps({**facts, "tasks": tasks, "look_microseconds": look_cost(next(iter(chosen.values()))),
-                          "missed": missed, "seconds": round(time.time() - began, 1)}))
+        print(json.dumps({**facts, "tasks": tasks, "look_microseconds": cost, "missed": next(iter(missed.values())),
+                          "seconds": round(time.time() - began, 1)}))
     else:
         print_table(tasks)
-    for line in missed:
-        print(f"bench.verdict: missed: {line}", file=sys.stderr)
-    return 1 if missed else 0
+    for name, lines in missed.items():
+        for line in lines:
+            print(f"bench.verdict: missed: {f'{name}: ' if len(missed) > 1 else ''}{line}", file=sys.stderr)
+    return 1 if any(missed.values()) else 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ training.py                  the runs of a comparison, one by one or side by sid
 compare.py                   numbers of finished runs
 workload.py, ledger.py       prompts and responses of rollout benchmarks, and where every decoded token went
 scripted_scheduler.py        vLLM's scheduler without an engine
+gains.py, replayed.py        numbers of the READMEs, from the records: of runs, of replays and simulations
 swapped_classes.py           arms of one object: what is timed, and intervals
 console.py, provenance.py    what a benchmark says, and what stands beside its numbers
 """

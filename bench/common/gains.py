@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import ROOT
+from bench.common import ROOT, replayed
 from esgrpo import compat
 
 RESULTS = ROOT / "bench" / "results"
@@ -319,7 +319,7 @@ def module_numbers() -> dict[str, str]:
     control_v1 = " / ".join(spread(_against_better(half, OVERLAP_V1)) for half in ("before", "after"))
     pairs = training_pairs()
     cpu = "CPU of vLLM's server, us a token"
-    return {**alone, **left_out, **shares, **less,
+    return {**alone, **left_out, **shares, **less, **replayed.numbers(),
             **{f"control_{half}": spread(ratios) for half, ratios in control.items()},
             "control_runs": str(len(control["before"])), "control_v1": control_v1,
             **_controlled_on_gpus(),

@@ -1,4 +1,4 @@
-"""python -m bench.sim.null_groups [--json] [--groups N] [--seeds N ...]
+"""python -m bench.sim.null_groups [--json] [--groups N] [--seeds N ...] [--results FILE]
 
 SIMULATED: what the group filter of algo/null_groups.py does to a fully async loop (async_loop.py), by how fast rollout
 is beside training, by the staleness bound, and by the share of groups without a gradient. Of each mode beside `train`
@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 
+from bench.common.provenance import add_results, write_record
 from bench.sim.async_loop import Case, Loop
 from esgrpo.algo.overlap_law import Setting
 from esgrpo.algo.terms import NullGroups
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     reader.add_argument("--json", action="store_true", help="the whole result instead of a table")
     reader.add_argument("--groups", type=int, default=GROUPS, help=f"trained groups of a run, default {GROUPS}")
     reader.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the lengths and of who has no gradient")
+    add_results(reader)
     options = reader.parse_args(argv)
     chosen = list(product(SETTINGS, SHARES, RATIOS))
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -62,6 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         rows = [{"staleness": float(staleness), "null_share": share, "ratio": ratio,
                  **median([each.result() for each in played[staleness, share, ratio]])}
                 for staleness, share, ratio in chosen]
+    if options.results:
+        write_record(options.results, "bench.sim.null_groups", argv, options.seeds,
+                     {"simulated": True, "groups": options.groups, "cases": rows})
     if options.json:
         print(json.dumps({"simulated": True, "seeds": list(options.seeds), "cases": rows}, indent=1))
         return 0

@@ -1,4 +1,5 @@
 """python -m bench.sim.overlap [--json] [--case NAME] [--groups N] [--seed N] [--null-groups MODE]
+                            [--results FILE [--seeds N,N]]
 
 SIMULATED: the controller of algo/overlap.py on the fully async loop, against the best fixed setting and against verl's
 own `default` policy. Nothing tells it how fast rollout is beside training.
@@ -29,6 +30,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+from bench.common.provenance import add_results, seeds_of, write_record
 from bench.sim.async_loop import GROUPS, MINI_BATCH, Case, Loop, begun_at_most
 from esgrpo.algo.overlap import Controller
 from esgrpo.algo.overlap_law import Limits, Setting
@@ -109,12 +111,19 @@ def main(argv: list[str] | None = None) -> int:
     reader.add_argument("--seed", type=int, default=1, help="of the lengths, default 1")
     reader.add_argument("--null-groups", choices=tuple(map(str, NullGroups)), metavar="MODE",
                         help="other cases: half of the groups without a gradient, under this segment.null_groups")
+    add_results(reader, several=True)
     options = reader.parse_args(argv)
-    found = filtered(options.null_groups, options.groups, options.seed) if options.null_groups else \
-        cases(options.groups, options.seed)
-    chosen = [case for case in found if options.case in case.name]
+    seeds = seeds_of(reader, options)
+    found = {seed: filtered(options.null_groups, options.groups, seed) if options.null_groups else
+             cases(options.groups, seed) for seed in seeds}
+    chosen = [case for each in found.values() for case in each if options.case in case.name]
     with ProcessPoolExecutor(min(len(chosen), os.cpu_count() or 1)) as pool:
         results = list(pool.map(play, chosen))
+    if options.results:
+        write_record(options.results, "bench.sim.overlap", argv, seeds, {
+            "simulated": True, "groups": options.groups, "null_groups": options.null_groups or "as each case says",
+            "cases": [{"seed": case.seed, **row} for case, row in zip(chosen, results, strict=True)]})
+        results = results[:len(chosen) // len(seeds)]
     if options.json:
         print(json.dumps({"simulated": True, "cases": results}, indent=1))
         return 0

@@ -82,6 +82,20 @@ def _kind(data: dict) -> str:
         return "start reward"
     if has("populations", "recovery_share"):
         return "prompt sampling"
+    if has("tasks", "shuffled", "missed"):
+        return "verdicts"
+    if has("caps", "seeds"):
+        return "looks"
+    if has("tasks", "thresholds"):
+        return "thresholds"
+    if has("placements", "false_prunes", "by_kind"):
+        return "loops"
+    cases = data.get("cases")  # of the simulated fully async loop
+    case = cases[0] if isinstance(cases, list) and cases and isinstance(cases[0], dict) else {}
+    if "against_best_fixed" in case:
+        return "simulated overlap"
+    if "null_share" in case:
+        return "simulated null groups"
     arms = data.get("arms")
     if isinstance(arms, dict) and arms and all("throughput_ratio_own" in arm for arm in arms.values()):
         return "decode overhead"
@@ -106,7 +120,9 @@ SPREADS = {
     "comparison": "one run an arm", "overlap": "one run an arm", "check": "none: passes or fails",
     "scheduler cost": "median [95 % bootstrap] over rounds", "decode overhead": "median [95 % bootstrap] over windows",
     "output cost": "median [lowest, highest] over rounds", "start-up": "median [95 % bootstrap] over pairs",
-    "tau": "median of three windows, spread in ms",
+    "tau": "median of three windows, spread in ms", "verdicts": "median [lowest, highest] over coins and orders",
+    "looks": OVER_SEEDS, "thresholds": "none: no coin decides", "loops": "one seed", "simulated overlap": OVER_SEEDS,
+    "simulated null groups": "median over seeds",
 }
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from esgrpo.tools.report import headline, policy_figures, policy_tables, pool, study, tables, training_figures
+from esgrpo.tools.report import (
+    headline,
+    policy_figures,
+    policy_tables,
+    pool,
+    replay_tables,
+    study,
+    tables,
+    training_figures,
+)
 from esgrpo.tools.report.load import NOT_RECORDED, SHAPE_ERRORS, Record, unknown
 from esgrpo.tools.report.plots import Figure
 from esgrpo.tools.report.tables import OURS, Table
@@ -49,6 +58,9 @@ TABLES = {
     "scheduler cost": tables.scheduler_cost, "output cost": tables.output_cost,
     "decode overhead": tables.decode_overhead, "start-up": tables.startup, "check": tables.check,
     "overlap": tables.slowed_rollout,
+    "verdicts": replay_tables.verdicts, "looks": replay_tables.looks, "thresholds": replay_tables.thresholds,
+    "loops": replay_tables.loops, "simulated overlap": replay_tables.overlap,
+    "simulated null groups": replay_tables.null_groups,
 }
 FIGURES = {
     "engine": policy_figures.policies, "simulation": policy_figures.policies, "tau": policy_figures.tau,
@@ -79,12 +91,15 @@ ORDER = (
     ("Does it hold under other tasks, algorithms and sizes?", lambda r: r.kind == "robustness",
      "The same training in other settings, arms side by side."),
     ("Is what is trained right?",
-     lambda r: r.kind in ("estimator bias", "treatments", "prompt sampling", "start reward", "check"),
-     "Estimators against the gradient of whole groups, which prompts are drawn, and runs that pass or fail."),
+     lambda r: r.kind in ("estimator bias", "treatments", "prompt sampling", "start reward", "check", "verdicts",
+                          "looks", "thresholds", "loops"),
+     "Estimators against the gradient of whole groups, which prompts are drawn, runs that pass or fail, and rules "
+     "played again on recorded responses."),
     ("What does the overlay itself cost, and save?",
      lambda r: r.kind in ("scheduler cost", "output cost", "decode overhead", "start-up"),
      "Each against plain upstream in one process, with a control of plain against plain."),
-    ("What is to be expected at other sizes?", lambda r: r.kind in ("tau", "validation", "simulation"),
+    ("What is to be expected at other sizes?",
+     lambda r: r.kind in ("tau", "validation", "simulation", "simulated overlap", "simulated null groups"),
      "A virtual clock drives the overlay's own decision code, with step times measured on real engines. These numbers "
      "are simulated where it says so: what to expect, not what was seen."),
 )
