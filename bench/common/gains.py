@@ -101,6 +101,13 @@ def _against(other: str, names=BARRIER) -> list[float]:
             for name in names for found in _engine(name).values() if {other, "es-grpo"} <= found.keys()]
 
 
+def _stale(policy: str, names) -> str:
+    """Share of the trained rows that hold tokens of older weights, over the runs that played `policy`."""
+    shares = [found[policy]["versions_old"]["rows"]["share"] for name in names for found in _engine(name).values()
+              if policy in found]
+    return f"{min(shares):.0%} … {max(shares):.0%}"
+
+
 def _seven_b() -> dict[str, str]:
     """One replica of 7 B with scarce memory: ES-GRPO with headroom against the others, and against itself without."""
     four, ours = [*_engine(SEVEN_B).values()], "es-grpo@0.05"
@@ -165,15 +172,16 @@ def _parts() -> dict[str, str]:
             "long_useful": " / ".join(times(arms, "overlay", key=USEFUL) for arms in (parts, left_out)),
             "long_no_sampler": end(left_out, "all without sampler"),
             "long_all": end(left_out, "overlay"), "all_times": times(left_out, "overlay"),
-            "no_keep_times": times(left_out, "all without keep"),
-            "loops_times": times(parts, "C loops")}
+            "no_keep_times": times(left_out, "all without keep")}
 
 
 def _verdicts() -> dict[str, str]:
-    """Of the runs with learned verdicts beside those with the loop rule alone."""
-    pairs = training_pairs((VERDICTS,), "C loops", "C verdicts")
+    """Of the runs with learned verdicts beside those with the loop rule alone, and of these beside plain ones."""
+    pairs, alone = (training_pairs((VERDICTS,), *arms) for arms in (("C loops", "C verdicts"), ("plain", "C loops")))
     end = "held-out reward, equal samples"
-    return {"verdict_seeds": str(len(pairs)), "verdict_useful": spread(pair.ratio(USEFUL) for pair in pairs),
+    return {"loops_times": spread(pair.ratio("effective tokens/s") for pair in alone),
+            "loops_useful": spread(pair.ratio(USEFUL) for pair in alone),
+            "verdict_seeds": str(len(pairs)), "verdict_useful": spread(pair.ratio(USEFUL) for pair in pairs),
             "verdict_tokens": spread(pair.ratio("decoded tokens per group with gradient") for pair in pairs),
             "verdict_reward": spread(pair.overlay[end] for pair in pairs),
             "verdict_reward_loops": spread(pair.plain[end] for pair in pairs)}
@@ -271,6 +279,8 @@ def numbers() -> dict[str, str]:
         "april": spread(_against("april", CARRIED)), "april_runs": str(len(_against("april", CARRIED))),
         "async": spread(_against("verl", ASYNC)),
         "async_runs": str(len(_against("verl", ASYNC))),
+        "april_stale": _stale("april", CARRIED), "april_stale_ours": _stale("es-grpo", CARRIED),
+        "async_stale": _stale("verl", ASYNC), "async_stale_ours": _stale("es-grpo", ASYNC),
         "simulated": _range(math_), "code": _range(code), **_parts(), **_verdicts(), **_pretrained(), **_seven_b(),
     }
 
