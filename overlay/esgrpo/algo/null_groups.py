@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from esgrpo.algo.terms import NullGroups
 
+REWARD = "reward"  # algorithm.filter_groups.metric of the reward itself; others are what the reward function returns
 MOST_BATCHES = 10  # of groups left out in a row
 # verl's estimators that compare a response with its group alone (`verl.trainer.ppo.core_algos`), and ours; the others
 # whiten over the batch or ask a critic or another policy, and rewards that are alike give advantages there

@@ -89,12 +89,14 @@ def is_resolved_null(rows: Sequence[dict], kept: Sequence[bool]) -> bool:
     return any(is_cut(row) and row["rule"] == Rule.RESOLVED for row in rows) and is_null(rows, kept)
 
 
-def is_null(rows: Sequence[dict], kept: Sequence[bool]) -> bool:
-    """A group without a gradient, whatever ended it; arguments as above."""
+def is_null(rows: Sequence[dict], kept: Sequence[bool], values: Sequence[float] | None = None) -> bool:
+    """A group without a gradient, whatever ended it; arguments as above. `values`: another measure of every member
+    that the user judges groups by, where no coin was tossed: advantages with weights are measured from the pivot."""
     if any(row.get("treatment") in (Treatment.VALUE, Treatment.DOUBLY_ROBUST) for row in rows):
         return False  # what was predicted is no reward that a sibling got
-    pivots = [row["pivot"] for row in rows if row["keep_probability"] < 1]
-    return without_gradient((row["score"] for row, trained in zip(rows, kept, strict=True) if trained), pivots)
+    pivots = [row["pivot"] for row in rows if row.get("keep_probability", 1) < 1]
+    judged = [row["score"] for row in rows] if values is None or pivots else values
+    return without_gradient((value for value, trained in zip(judged, kept, strict=True) if trained), pivots)
 
 
 def without_gradient(scores: Iterable[float], pivots: Iterable[float]) -> bool:

@@ -3,11 +3,10 @@ ended, and, with `segment.null_groups`, any whose rewards are all alike."""
 
 from __future__ import annotations
 
+from esgrpo.algo.null_groups import REWARD
 from esgrpo.algo.terms import NullGroups
 from esgrpo.engine import Hook
 from esgrpo.errors import RunError
-
-CANONICAL = "reward"  # verl's name for the reward itself
 
 HOOK = Hook(
     slug="resolved-groups-are-replaced",
@@ -95,18 +94,14 @@ def _left_out(rollouter, sample, rows: list[dict], kept: list[bool]) -> bool:
     """Whether `segment.null_groups` leaves this group out. verl has just asked how many wait, for the sample's own
     status."""
     from esgrpo import config
-    from esgrpo.algo.treatment import is_null, without_gradient
+    from esgrpo.algo.treatment import is_null
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts
 
     mode = config.current().null_groups
     if mode == NullGroups.TRAIN:
         return False
-    values = _metric(rollouter, sample.full_batch)
-    if values is None or any(row["keep_probability"] < 1 for row in rows):  # advantages with weights have a pivot
-        null = is_null(rows, kept)
-    else:
-        null = without_gradient((value for value, trained in zip(values, kept, strict=True) if trained), ())
+    null = is_null(rows, kept, _metric(rollouter, sample.full_batch))
     decision_counts.add("replaced", null=int(null))
     signals = owned.of(rollouter, owned.RolloutSignals)
     signals.judged += 1
@@ -119,12 +114,12 @@ def _metric(rollouter, batch) -> list[float] | None:
     """Of every response what `algorithm.filter_groups` asks for, where it is on; None for the reward itself."""
     asked = rollouter.config.algorithm.get("filter_groups") or {}
     name = asked.get("metric") if asked.get("enable") else None
-    if name in (None, CANONICAL):
+    if name in (None, REWARD):
         return None
     if name not in batch.non_tensor_batch:
         raise RunError("null groups", f"no {name} beside a response's reward", "algorithm.filter_groups.metric as the "
                        "reward function returns it", "no group could be judged, the run stops",
-                       f"return it, or set algorithm.filter_groups.metric={CANONICAL}")
+                       f"return it, or set algorithm.filter_groups.metric={REWARD}")
     return [float(value) for value in batch.non_tensor_batch[name]]
 
 

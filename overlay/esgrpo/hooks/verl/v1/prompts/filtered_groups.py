@@ -27,23 +27,21 @@ HOOK = Hook(
     without=(("==0.7.0", "no v1 trainers"),),
 )
 
-CANONICAL = "reward"  # the metric that is rm_scores; others are in reward_extra_info
 
 
 def around(call):
     from collections import Counter
-
 
     buffer = call.owner
     filtered, counts = call()
     partition = call.arguments["partition_id"]
     if buffer.filter_groups_metric is None:
         return filtered | foreseen(buffer, partition), counts
-    more = without_gradient(buffer, partition)
+    more = passed_without_gradient(buffer, partition)
     return filtered | more.keys(), counts + Counter(more.values())
 
 
-def without_gradient(buffer, partition: str) -> dict[str, float]:
+def passed_without_gradient(buffer, partition: str) -> dict[str, float]:
     """uid -> common metric of groups that passed since the last call, although pruning left them no gradient.
 
     verl's cache of verdicts is told, so that its next look counts them itself.
@@ -79,8 +77,8 @@ def foreseen(buffer, partition: str) -> set[str]:
     new = finished - judged.keys()
     judged.update(dict.fromkeys(new, False))
     for uid, members in _groups(buffer, partition, _resolved(buffer, partition, new)).items():
-        rows = [{**row.extra_fields["esgrpo"], "score": float(row.rm_scores.sum())} for row in members]
-        judged[uid] = is_resolved_null(rows, [bool(row.response_mask.any()) for row in members])
+        rows, kept = _summaries(members)
+        judged[uid] = is_resolved_null(rows, kept)
         if judged[uid]:
             prune_metrics.note(buffer, rows, True)
             decision_counts.add("replaced", groups=1)
@@ -114,23 +112,26 @@ def _groups(buffer, partition: str, uids: set[str]) -> dict[str, list]:
     return groups
 
 
+def _summaries(members: list) -> tuple[list[dict], list[bool]]:
+    """What the rules of `esgrpo.algo.treatment` are asked with: rows, and which of them would be trained."""
+    return ([{**row.extra_fields["esgrpo"], "score": float(row.rm_scores.sum())} for row in members],
+            [bool(row.response_mask.any()) for row in members])
+
+
 def _judge(buffer, partition: str, uids: set[str]) -> dict[str, float]:
+    from esgrpo.algo.treatment import is_null
+
     found = {}
     for uid, members in _groups(buffer, partition, uids).items():
-        trained = [row for row in members if row.response_mask.any()]
-        if 0 < len(trained) < len(members) and _is_null(members, trained):
-            found[uid] = _metric(buffer, trained[0])
+        rows, kept = _summaries(members)
+        if any(kept) and not all(kept) and is_null(rows, kept):
+            found[uid] = _metric(buffer, members[kept.index(True)])
     return found
 
 
-def _is_null(members: list, trained: list) -> bool:
-    from esgrpo.algo.treatment import without_gradient
-
-    summaries = [row.extra_fields["esgrpo"] for row in members]
-    return without_gradient((float(row.rm_scores.sum()) for row in trained),
-                            (one.get("pivot") for one in summaries if one.get("keep_probability", 1) < 1))
-
-
 def _metric(buffer, row) -> float:
+    """REWARD is rm_scores, other metrics are in reward_extra_info."""
+    from esgrpo.algo.null_groups import REWARD
+
     name = buffer.filter_groups_metric
-    return float(row.rm_scores.sum()) if name == CANONICAL else float(row.extra_fields["reward_extra_info"][name])
+    return float(row.rm_scores.sum()) if name == REWARD else float(row.extra_fields["reward_extra_info"][name])
