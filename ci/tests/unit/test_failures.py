@@ -2,7 +2,7 @@
 
 import pytest
 
-from esgrpo.algo.failures import Failed, FailedPrompts, brief, is_of_one_prompt
+from esgrpo.algo.failures import Failed, FailedPrompts, brief, first_of, is_of_one_prompt
 from esgrpo.errors import HookError
 
 
@@ -50,3 +50,16 @@ def test_errors_of_one_prompt_and_of_a_process_that_is_gone():
                   exceptions.WorkerCrashedError(), EngineDeadError("x"), raised_in_a_worker(EngineDeadError("x")),
                   HookError("a", "b", "c", "d", "e"), MemoryError()):
         assert not is_of_one_prompt(error), error
+
+
+def test_an_error_is_found_as_it_was_raised_however_deep_ray_has_wrapped_it():
+    class Shipped(HookError):  # as RayTaskError.as_instanceof_cause makes it
+        def __init__(self, raised):
+            super().__init__("ray", "a traceback", "none", "the text is long", "read on")
+            self.cause = raised
+
+    ours = HookError("a hook", "this", "that", "it stops", "do so")
+    outer = ValueError("other")
+    outer.__cause__ = Shipped(Shipped(ours))
+    assert first_of(outer, HookError) is ours and first_of(Shipped(ours), HookError) is ours
+    assert first_of(outer, KeyError) is None and first_of(None, HookError) is None

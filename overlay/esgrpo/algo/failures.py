@@ -26,6 +26,18 @@ def cause(error: BaseException) -> BaseException:
     return inner if isinstance(inner, BaseException) else error
 
 
+def first_of(error: BaseException | None, kind: type[BaseException]):
+    """The first error of `kind` in the chain of causes, as it was raised, or None: Ray's own error is of the kind of
+    its cause, too, with tracebacks for a text."""
+    while error is not None:
+        while cause(error) is not error:
+            error = cause(error)
+        if isinstance(error, kind):
+            return error
+        error = error.__cause__
+    return None
+
+
 def brief(error: BaseException) -> str:
     """Class and first line of what was raised."""
     raised = cause(error)

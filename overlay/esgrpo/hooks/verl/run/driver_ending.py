@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from esgrpo.algo.failures import first_of
 from esgrpo.engine import Hook
 from esgrpo.errors import EsgrpoError, RunError, Terminated, say
 
@@ -45,7 +46,7 @@ def said(error, config) -> tuple[object, int]:
     from esgrpo.algo import endings
     from esgrpo.hooks.verl.run import reports, resume_point, stop_request
 
-    line = ours(error, EsgrpoError)
+    line = first_of(error, EsgrpoError)
     if isinstance(line, Terminated):
         return line, stop_request.TERMINATED
     if isinstance(line, RunError):
@@ -58,25 +59,13 @@ def said(error, config) -> tuple[object, int]:
                     resume_point.advice(config)), FAILED
 
 
-def ours(error, kind):
-    """The first error of `kind` in the chain of causes, as it was raised: Ray's stand-in for it has a traceback."""
-    from esgrpo.algo.failures import cause
-
-    while error is not None:
-        raised = cause(error)
-        if isinstance(raised, kind):
-            return raised
-        error = raised.__cause__
-    return None
-
-
 def leave(line, code: int, error=None):
     """End the driver: Ray's log of the workers stops first, so that nothing follows our line."""
     import sys
     import traceback
 
 
-    if error is not None and ours(error, EsgrpoError) is None:
+    if error is not None and first_of(error, EsgrpoError) is None:
         traceback.print_exception(error)
     _close_ray()
     sys.stdout.flush()

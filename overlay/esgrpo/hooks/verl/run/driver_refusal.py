@@ -21,26 +21,16 @@ HOOK = Hook(
 )
 
 
-def cause_of(error, kind):
-    """The first error of this kind in the chain of causes, Ray's own included, or None."""
-    while error is not None:
-        shipped = getattr(error, "cause", None)
-        # Ray's own error is of the kind of its cause, too, with tracebacks for a text
-        if isinstance(error, kind) and not isinstance(shipped, BaseException):
-            return error
-        error = shipped if isinstance(shipped, BaseException) else error.__cause__
-    return None
-
-
 def around(call):
     from esgrpo import guard
+    from esgrpo.algo.failures import first_of
     from esgrpo.errors import EsgrpoError
 
     try:
         guard.check_config(call.arguments["config"])
         return call()
     except Exception as error:
-        cause = cause_of(error, EsgrpoError)
+        cause = first_of(error, EsgrpoError)
         if cause is None:
             raise
         sys.exit(str(cause))

@@ -20,15 +20,15 @@ HOOK = Hook(
 
 
 def around(call):
+    from esgrpo.algo.failures import first_of
     from esgrpo.errors import EsgrpoError
-    from esgrpo.hooks.verl.run.driver_refusal import cause_of
     from esgrpo.hooks.verl.run.driver_start import prepare
 
     try:
         prepare(call.arguments["config"])
         return call()
     except Exception as error:
-        cause = cause_of(error, EsgrpoError)
+        cause = first_of(error, EsgrpoError)
         if cause is None:
             raise
         sys.exit(str(cause))  # one line and exit code 1, no traceback
