@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 EVERYTHING = [*BASE, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
               "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", f"{LOSS}=pois",
+              "actor_rollout_ref.rollout.n=4",
               *[f"{SEGMENT}.{setting}" for setting in ("profile=elastic", "segment_length=64", "boundary=yield",
                                                        "prune.resolved.enable=True",
                                                        "prune.treatment=masked",
