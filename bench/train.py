@@ -17,7 +17,8 @@ fully_async) or `plain switch=on` (separate_async); `loss=pois+dmmpt`, `steps=4`
 them, and a GPU that idles in one run is used by another. Their speeds are those of a crowded machine. With
 ESGRPO_BENCH_DEVICE=cuda-shared each run has one of the visible GPUs for its trainer and its rollout, beside others.
 On two H100s and 32 cores six runs of SmolLM2 began after six to seven minutes; eight found no room for their threads.
-Of the testbed at its cap (--micro-batch 2) three took 62 GB of an H100; of four, with 73 to 81 GB, one ran out of it.
+Of the testbed at its cap three took 62 GB of an H100 (--micro-batch 2), of four, with 73 to 81 GB, one ran out of it;
+with --micro-batch 1 five took 55 GB.
 
 A finished run is not run again; --scale small is the testbed as it is, for a look on a CPU.
 """
