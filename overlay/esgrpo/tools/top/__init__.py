@@ -29,7 +29,6 @@ def main(run_dir: str, once: bool, period: float = PERIOD_S) -> int:
     run_dir = _one_run(run_dir)
     from rich.console import Console
 
-
     follower, loop = _read(run_dir)
     console = Console(highlight=False)
     if once or not console.is_terminal:
