@@ -37,6 +37,7 @@ GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 # five and six arms at once on two H200s, longer than TRAINING
 PARTS, LEFT_OUT = "train_h200_parts.json", "train_h200_left_out.json"
 VERDICTS = "train_h100_verdicts.json"  # three arms, three seeds, nine runs at once on two H100s
+ALL_VERDICTS = "train_cpu_all_verdicts.json"  # everything on with and without them, three seeds on two cores
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
 RATE = "train_h200_smollm2_rate.json"  # the same at 2.5 times the learning rate, two runs at once on one H200
 CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning rates, four runs at once on one H200
@@ -179,7 +180,9 @@ def _verdicts() -> dict[str, str]:
     """Of the runs with learned verdicts beside those with the loop rule alone, and of these beside plain ones."""
     pairs, alone = (training_pairs((VERDICTS,), *arms) for arms in (("C loops", "C verdicts"), ("plain", "C loops")))
     end = "held-out reward, equal samples"
-    return {"loops_times": spread(pair.ratio("effective tokens/s") for pair in alone),
+    beside_all = training_pairs((ALL_VERDICTS,), "all", "all verdicts")
+    return {"verdict_all_useful": spread(pair.ratio(USEFUL) for pair in beside_all),
+            "loops_times": spread(pair.ratio("effective tokens/s") for pair in alone),
             "loops_useful": spread(pair.ratio(USEFUL) for pair in alone),
             "verdict_seeds": str(len(pairs)), "verdict_useful": spread(pair.ratio(USEFUL) for pair in pairs),
             "verdict_tokens": spread(pair.ratio("decoded tokens per group with gradient") for pair in pairs),
