@@ -107,7 +107,7 @@ def _run_states(directory: str) -> list[dict]:
     path = os.path.join(directory, name)
     if not run_dirs.has_hooks(directory):
         raise EsgrpoError("status", f"{directory} has no {name}", "a run with the overlay whose processes have all "
-                          "answered", "nothing to show", f"wait for the run's handshake, or {run_dirs.TODO}")
+                          "answered", "nothing to show", f"wait for the run's handshake, or {run_dirs.ADVICE}")
     path = path if os.path.exists(path) else os.path.join(directory, run_dirs.HOOKS)
     try:
         with open(path, encoding="utf-8") as file:

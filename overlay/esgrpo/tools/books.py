@@ -21,7 +21,7 @@ def of_directory(run_dir: str) -> tuple[list[books.Books], int]:
     if not runs:
         raise EsgrpoError("status --books", f"no rows in {os.path.join(run_dir, records.FOLDER)}",
                           "records of a run with the overlay", "nothing to settle",
-                          run_dirs.TODO)
+                          run_dirs.ADVICE)
     return [books.settle(mine, run) for run, mine in runs.items()], torn
 
 

@@ -9,7 +9,7 @@ from esgrpo import records
 from esgrpo.errors import EsgrpoError
 
 HOOKS = "hooks.json"  # in records.FOLDER; in the directory itself by older releases
-TODO = "give the run directory (trainer.default_local_dir)"
+ADVICE = "give the run directory (trainer.default_local_dir)"
 
 
 def has_hooks(path: str) -> bool:
@@ -40,4 +40,4 @@ def check(who: str, directory: str, consequence: str) -> None:
     """Raises EsgrpoError for what is no directory: nothing ever comes into it."""
     if not os.path.isdir(directory):
         found = "is a file" if os.path.exists(directory) else "does not exist"
-        raise EsgrpoError(who, f"{directory} {found}", "the directory of a run with the overlay", consequence, TODO)
+        raise EsgrpoError(who, f"{directory} {found}", "the directory of a run with the overlay", consequence, ADVICE)

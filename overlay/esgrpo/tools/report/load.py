@@ -47,6 +47,16 @@ def unknown(record: Record, error: Exception) -> Record:
     return replace(record, kind="unknown", notes=(*record.notes, reason))
 
 
+BY_FIELDS = (
+    (("points", "capacity"), "tau"), (("sync", "async", "requests"), "scheduler cost"),
+    (("measured", "tokens"), "output cost"), (("overhead_ms", "control_ms"), "start-up"),
+    (("scenarios", "penalty"), "estimator bias"), (("tasks", "projected", "draws"), "treatments"),
+    (("families", "samples", "cap"), "start reward"), (("populations", "recovery_share"), "prompt sampling"),
+    (("tasks", "shuffled", "missed"), "verdicts"), (("caps", "seeds"), "looks"),
+    (("tasks", "thresholds"), "thresholds"), (("placements", "false_prunes", "by_kind"), "loops"),
+)
+
+
 # First match wins. A kind is recognised by the fields that its tables need, never by the file's name.
 def _kind(data: dict) -> str:
     def has(*names):
@@ -66,30 +76,9 @@ def _kind(data: dict) -> str:
         return "study"
     if "policy" in first:
         return "simulation" if _is_simulated(data) else "engine"
-    if has("points", "capacity"):
-        return "tau"
-    if has("sync", "async", "requests"):
-        return "scheduler cost"
-    if has("measured", "tokens"):
-        return "output cost"
-    if has("overhead_ms", "control_ms"):
-        return "start-up"
-    if has("scenarios", "penalty"):
-        return "estimator bias"
-    if has("tasks", "projected", "draws"):
-        return "treatments"
-    if has("families", "samples", "cap"):
-        return "start reward"
-    if has("populations", "recovery_share"):
-        return "prompt sampling"
-    if has("tasks", "shuffled", "missed"):
-        return "verdicts"
-    if has("caps", "seeds"):
-        return "looks"
-    if has("tasks", "thresholds"):
-        return "thresholds"
-    if has("placements", "false_prunes", "by_kind"):
-        return "loops"
+    for names, kind in BY_FIELDS:
+        if has(*names):
+            return kind
     cases = data.get("cases")  # of the simulated fully async loop
     case = cases[0] if isinstance(cases, list) and cases and isinstance(cases[0], dict) else {}
     if "against_best_fixed" in case:
