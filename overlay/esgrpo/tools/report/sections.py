@@ -59,7 +59,7 @@ TABLES = {
     "decode overhead": tables.decode_overhead, "start-up": tables.startup, "check": tables.check,
     "overlap": tables.slowed_rollout,
     "verdicts": replay_tables.verdicts, "looks": replay_tables.looks, "thresholds": replay_tables.thresholds,
-    "loops": replay_tables.loops, "simulated overlap": replay_tables.overlap,
+    "loops": replay_tables.loops, "gates": replay_tables.gates, "simulated overlap": replay_tables.overlap,
     "simulated null groups": replay_tables.null_groups,
 }
 FIGURES = {
@@ -92,7 +92,7 @@ ORDER = (
      "The same training in other settings, arms side by side."),
     ("Is what is trained right?",
      lambda r: r.kind in ("estimator bias", "treatments", "prompt sampling", "start reward", "check", "verdicts",
-                          "looks", "thresholds", "loops"),
+                          "looks", "thresholds", "loops", "gates"),
      "Estimators against the gradient of whole groups, which prompts are drawn, runs that pass or fail, and rules "
      "played again on recorded responses."),
     ("What does the overlay itself cost, and save?",
