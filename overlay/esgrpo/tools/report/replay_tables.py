@@ -61,6 +61,16 @@ def loops(record: Record) -> list[Table]:
             Table("False prunes by text, and by what a token is", [["text", *ways], *rows], True)]
 
 
+def verdict_cost(record: Record) -> list[Table]:
+    """A task a row, over the seeds of the coins."""
+    head = ["task", "played", "a look, µs", "an ending, µs", "a weight sync, µs", "a response in all, µs",
+            "looks a response"]
+    rows = [[task, str(len(played)), *[spread(one[name] for one in played.values()) for name in (
+        "look", "ending", "update", "response", "looks_per_response")]]
+        for task, played in record.data["worker_cost"].items()]
+    return [Table("CPU time of learned verdicts in an agent-loop worker, by itself", [head, *rows])]
+
+
 def gates(record: Record) -> list[Table]:
     """A run's own gate at the weight syncs of its workers, and the gates that were played over its responses."""
     limits = _limits(record)
