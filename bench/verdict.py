@@ -62,6 +62,8 @@ CAPS = (512, 2048, 8192)  # of --segments
 MOST = 0.8  # of a group, of --segments
 STRETCHED_GROUPS, HALVINGS = 300, 6  # of --segments: enough to open the gate, and to meet the number of looks
 LOOK_GROUPS = 100  # whose looks are timed
+COST_NOTE = ("CPU time of the rule alone: what brings a look from an engine to the worker is not in it. An ending learns "
+             "from every look of its response, so that it takes longer where there are more of them.")
 WANTED_SAVED, ALLOWED_FALSE = 0.20, 0.06  # on `search`
 
 
@@ -134,8 +136,7 @@ def look_cost(path: Path, repeats: int = 5) -> float:
 
 def worker_cost(path: Path, seed: int) -> dict:
     """CPU microseconds in the rule of an agent-loop worker while a record is played: of a look, an ending, an update.
-
-    What brings a look from the engine to the worker is not in it."""
+    See COST_NOTE."""
     cap, groups = load(path)
     replay = Replay(groups, ARMS["learned"], seed, fixed(cap), Settings())
     spent, counts, rule = Counter(), Counter(), replay.rule
@@ -274,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
         cost = {name: {str(seed): worker_cost(path, seed) for seed in seeds} for name, path in chosen.items()}
         if options.results:
             write_record(options.results, "bench.verdict", argv, seeds, {
-                "worker_cost": cost, "load_average_before": load_before, "load_average_after": os.getloadavg()[0]})
+                "notes": [COST_NOTE], "worker_cost": cost, "load_average_before": load_before, "load_average_after": os.getloadavg()[0]})
         print(json.dumps({**facts, "worker_cost": {name: next(iter(found.values())) for name, found in cost.items()}}))
         return 0
     if options.segments:
