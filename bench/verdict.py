@@ -62,8 +62,8 @@ CAPS = (512, 2048, 8192)  # of --segments
 MOST = 0.8  # of a group, of --segments
 STRETCHED_GROUPS, HALVINGS = 300, 6  # of --segments: enough to open the gate, and to meet the number of looks
 LOOK_GROUPS = 100  # whose looks are timed
-COST_NOTE = ("CPU time of the rule alone: what brings a look from an engine to the worker is not in it. An ending learns "
-             "from every look of its response, so that it takes longer where there are more of them.")
+COST_NOTE = ("CPU time of the rule alone: what brings a look from an engine to the worker is not in it. An ending "
+             "learns from every look of its response, so that it takes longer where there are more of them.")
 WANTED_SAVED, ALLOWED_FALSE = 0.20, 0.06  # on `search`
 
 
@@ -275,7 +275,8 @@ def main(argv: list[str] | None = None) -> int:
         cost = {name: {str(seed): worker_cost(path, seed) for seed in seeds} for name, path in chosen.items()}
         if options.results:
             write_record(options.results, "bench.verdict", argv, seeds, {
-                "notes": [COST_NOTE], "worker_cost": cost, "load_average_before": load_before, "load_average_after": os.getloadavg()[0]})
+                "notes": [COST_NOTE], "worker_cost": cost, "load_average_before": load_before,
+                "load_average_after": os.getloadavg()[0]})
         print(json.dumps({**facts, "worker_cost": {name: next(iter(found.values())) for name, found in cost.items()}}))
         return 0
     if options.segments:
