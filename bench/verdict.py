@@ -1,6 +1,7 @@
 """What early verdicts save, and what they cost: the product's rule, replayed on recorded groups. Standard library only.
 
-    python -m bench.verdict [--json] [--seed 0] [--shuffled] [--segments] [--results FILE [--seeds 0,1] [--orders N]]
+    python -m bench.verdict [--json] [--seed 0] [--shuffled] [--segments | --cost] [--results FILE [--seeds 0,1]
+                            [--orders N]]
 
 Recorded groups (bench.testbed.record_groups; every bench/results/groups_*.json.gz is a task) are decoded again
 (`bench.common.verdict_replay`).
@@ -31,10 +32,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -59,6 +62,8 @@ CAPS = (512, 2048, 8192)  # of --segments
 MOST = 0.8  # of a group, of --segments
 STRETCHED_GROUPS, HALVINGS = 300, 6  # of --segments: enough to open the gate, and to meet the number of looks
 LOOK_GROUPS = 100  # whose looks are timed
+COST_NOTE = ("CPU time of the rule alone: what brings a look from an engine to the worker is not in it. An ending "
+             "learns from every look of its response, so that it takes longer where there are more of them.")
 WANTED_SAVED, ALLOWED_FALSE = 0.20, 0.06  # on `search`
 
 
@@ -127,6 +132,32 @@ def look_cost(path: Path, repeats: int = 5) -> float:
                         taken.append(time.perf_counter() - began)
         best = min(best, median(taken))
     return best * 1e6
+
+
+def worker_cost(path: Path, seed: int) -> dict:
+    """CPU microseconds in the rule of an agent-loop worker while a record is played: of a look, an ending, an update.
+    See COST_NOTE."""
+    cap, groups = load(path)
+    replay = Replay(groups, ARMS["learned"], seed, fixed(cap), Settings())
+    spent, counts, rule = Counter(), Counter(), replay.rule
+
+    def timed(name: str, method: Callable, count: Callable[..., int]) -> Callable:
+        def call(*args):
+            began = time.thread_time_ns()
+            result = method(*args)
+            spent[name] += time.thread_time_ns() - began
+            counts[name] += count(*args)
+            return result
+        return call
+
+    rule.looks = timed("look", rule.looks, lambda group, seen: sum(map(len, seen.values())))
+    rule.ended = timed("ending", rule.ended, lambda *_: 1)
+    rule.update = timed("update", rule.update, lambda *_: 1)
+    replay.run()
+    responses = sum(map(len, groups))
+    return {**{name: spent[name] / counts[name] / 1e3 for name in counts},
+            "response": (spent["look"] + spent["ending"]) / responses / 1e3,
+            "looks_per_response": counts["look"] / responses}
 
 
 def elastic(shortest: int, cap: int) -> Callable[[int, float], int]:
@@ -222,6 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--task", action="append", help="one record, by name; may be given several times")
     parser.add_argument("--shuffled", action="store_true", help="shuffle the outcomes")
     parser.add_argument("--segments", action="store_true", help="compare distances of looks instead; takes minutes")
+    parser.add_argument("--cost", action="store_true", help="time what a worker takes for a look and an ending instead")
     add_results(parser, several=True)
     parser.add_argument("--orders", type=int, default=0, metavar="N", help="of --results: random orders of the groups")
     options = parser.parse_args(argv)
@@ -238,6 +270,15 @@ def main(argv: list[str] | None = None) -> int:
     seeds = seeds_of(parser, options)
     if options.orders and not options.results:
         parser.error("--orders goes with --results")
+    if options.cost:
+        load_before = os.getloadavg()[0]
+        cost = {name: {str(seed): worker_cost(path, seed) for seed in seeds} for name, path in chosen.items()}
+        if options.results:
+            write_record(options.results, "bench.verdict", argv, seeds, {
+                "notes": [COST_NOTE], "worker_cost": cost, "load_average_before": load_before,
+                "load_average_after": os.getloadavg()[0]})
+        print(json.dumps({**facts, "worker_cost": {name: next(iter(found.values())) for name, found in cost.items()}}))
+        return 0
     if options.segments:
         caps = {name: {str(seed): segments(path, seed) for seed in seeds} for name, path in chosen.items()}
         if options.results:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import pytest
 
 from bench import gate as bench
-from esgrpo.algo.verdict_gate import Gate, Outcome, Settings
+from esgrpo.algo.verdict_gate import FIRST, SCALES, Gate, Outcome, Settings
+from esgrpo.tools.report import load, replay_tables
 
 
 def outcomes_of(count: int = 1500) -> list[Outcome]:
@@ -71,6 +73,65 @@ def test_the_command_says_when_the_gate_was_shut_and_why(run, capsys):
     assert bench.main([str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["responses"] == 1500 and [gate["window"] for gate in found["gates"]] == [1500]
+
+
+@pytest.fixture
+def synced(run):
+    """`run`, and what two workers wrote of its gate: one of them two syncs in one row, and one row without a sync."""
+    heard = bench.heard(run)
+
+    def row(opened: int, shut: int, responses: int) -> dict:
+        gate = Gate(Settings())
+        for outcome in heard[:responses]:
+            gate.learn(outcome)
+        at = gate.opens_at()
+        verdict = {"responses": responses, "open": at is not None, "scale": SCALES[FIRST if at is None else at],
+                   "shut": gate.says() if at is None else ""}
+        return {"counts": {"verdicts/gate_open": opened, "verdicts/gate_shut": shut}, "audit": {"verdict": verdict}}
+
+    first = [row(0, 1, 100), row(0, 1, 100), row(0, 3, 700)]
+    wrong = row(1, 0, 1400)
+    wrong["audit"]["verdict"] |= {"open": True, "scale": 2.0, "shut": ""}
+    for worker, rows in enumerate((first, [{"counts": {}, "audit": {}}, wrong])):
+        (run / "esgrpo" / f"decisions-{worker}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return run
+
+
+def test_the_runs_own_gate_stands_beside_the_one_played(synced):
+    syncs = bench.synced(synced, Settings())
+    assert [(one.times, one.responses, one.limit) for one in syncs] == [(1, 100, None), (2, 700, None), (1, 1400, 0.2)]
+    own = bench.beside(syncs, bench.heard(synced), Settings())
+    assert own == {"syncs": 4, "open": {"0.2": 1}, "shut": {"false cuts": 2, "too few outcomes": 1},
+                   "agree": 3, "same_limit": 3, "unheard": 0}
+    short = bench.beside(syncs, bench.heard(synced)[:1000], Settings())
+    assert short["unheard"] == 1 and short["syncs"] == 4
+
+
+def test_several_runs_are_one_record_that_the_report_reads(synced, tmp_path, capsys):
+    other = tmp_path / "more" / "other"
+    shutil.copytree(synced / "esgrpo", other / "esgrpo")
+    (other / "arm.json").write_text(json.dumps({"overrides": ["data.seed=7", "trainer.device=cpu"]}))
+    (other / "esgrpo" / "decisions-0.jsonl").unlink()
+    (other / "esgrpo" / "decisions-1.jsonl").unlink()
+    path = tmp_path / "records" / "gate.json"
+    assert bench.main([str(synced), str(other), "--window", "200", "--results", str(path), "--note", "of a test"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("window of 200") == 2 and said.count("the run's own gate: open at 1 of 4 weight syncs") == 1
+    record, = load.records(path.parent)
+    assert record.kind == "gates" and record.seeds == ("7",) and record.notes == (bench.NOT_KEPT, "of a test")
+    assert load.NOT_RECORDED not in record.provenance().values()
+    table, beside = replay_tables.gates(record)
+    assert [row[:4] for row in table.rows[1:]] == [
+        [synced.name, "the run's own, at weight syncs", "4", "25.00%"],
+        [synced.name, "played, of 1,500 correct responses", "23", "0.00%"],
+        [synced.name, "played, of 200 correct responses", "23", table.rows[3][3]],
+        ["other", "played, of 1,500 correct responses", "23", "0.00%"],
+        ["other", "played, of 200 correct responses", "23", table.rows[3][3]]]
+    assert beside.rows[1:] == [[synced.name, "1,500", "4", "3", "3"]]
+    with pytest.raises(SystemExit):
+        bench.main([str(synced), "--note", "for no record"])
+    with pytest.raises(SystemExit):
+        bench.main([str(synced), str(synced)])
 
 
 def test_a_run_without_verdicts_is_one_line(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -55,6 +56,18 @@ def test_false_cuts_stay_below_twice_the_bar_while_the_policy_learns(records, se
 def test_recorded_groups_with_shuffled_outcomes_keep_the_gate_shut(records, name):
     ours = replayed(records[name], shuffled=True)
     assert ours["open"] == 0 and ours["cut_by_verdict"] == 0
+
+
+def test_what_a_worker_takes_is_timed_while_the_rule_decides_as_ever(monkeypatch):
+    clock = itertools.count(step=2000)
+    monkeypatch.setattr(bench.time, "thread_time_ns", lambda: next(clock))  # whatever is timed takes 2 µs
+    path = bench.RESULTS / "groups_search.json.gz"
+    cost = bench.worker_cost(path, 0)
+    cap, groups = bench.load(path)
+    looked = bench.Replay(groups, bench.ARMS["learned"], 0, bench.fixed(cap), bench.Settings()).run().result()
+    assert cost["looks_per_response"] == looked["looks_per_response"]
+    assert cost["ending"] == cost["update"] == 2.0 and 0 < cost["look"] <= 2.0  # several members are looked at at once
+    assert 0 < cost["response"] <= 2.0 * (cost["looks_per_response"] + 1)
 
 
 def test_what_is_written_is_read(tmp_path):

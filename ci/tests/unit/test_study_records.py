@@ -14,12 +14,13 @@ from esgrpo.tools.report import load
 
 SMALL = {
     "verdicts": (verdict, ["--task", "learning"]),
+    "verdict cost": (verdict, ["--task", "search", "--cost"]),
     "thresholds": (resolved, []),
     "loops": (loops, ["--placements", "300"]),
     "simulated overlap": (overlap, ["--case", "age scale 2", "--groups", "96"]),
     "simulated null groups": (null_groups, ["--groups", "32", "--seeds", "1"]),
 }
-CHANGES = ("command", "look_microseconds", "seconds")  # from one call to the next
+CHANGES = ("command", "look_microseconds", "worker_cost", "seconds")  # from one call to the next
 
 
 @pytest.mark.parametrize("kind", SMALL)

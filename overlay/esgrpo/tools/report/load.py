@@ -54,6 +54,7 @@ BY_FIELDS = (
     (("families", "samples", "cap"), "start reward"), (("populations", "recovery_share"), "prompt sampling"),
     (("tasks", "shuffled", "missed"), "verdicts"), (("caps", "seeds"), "looks"),
     (("tasks", "thresholds"), "thresholds"), (("placements", "false_prunes", "by_kind"), "loops"),
+    (("gates", "windows"), "gates"), (("worker_cost",), "verdict cost"),
 )
 
 
@@ -110,7 +111,9 @@ SPREADS = {
     "scheduler cost": "median [95 % bootstrap] over rounds", "decode overhead": "median [95 % bootstrap] over windows",
     "output cost": "median [lowest, highest] over rounds", "start-up": "median [95 % bootstrap] over pairs",
     "tau": "median of three windows, spread in ms", "verdicts": "median [lowest, highest] over coins and orders",
-    "looks": OVER_SEEDS, "thresholds": "none: no coin decides", "loops": "one seed", "simulated overlap": OVER_SEEDS,
+    "looks": OVER_SEEDS, "thresholds": "none: no coin decides", "loops": "one seed", "gates": "every run shown",
+    "verdict cost": OVER_SEEDS,
+    "simulated overlap": OVER_SEEDS,
     "simulated null groups": "median over seeds",
 }
 

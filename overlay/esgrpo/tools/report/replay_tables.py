@@ -61,6 +61,46 @@ def loops(record: Record) -> list[Table]:
             Table("False prunes by text, and by what a token is", [["text", *ways], *rows], True)]
 
 
+def verdict_cost(record: Record) -> list[Table]:
+    """A task a row, over the seeds of the coins."""
+    head = ["task", "played", "a look, µs", "an ending, µs", "a weight sync, µs", "a response in all, µs",
+            "looks a response"]
+    rows = [[task, str(len(played)), *[spread(one[name] for one in played.values()) for name in (
+        "look", "ending", "update", "response", "looks_per_response")]]
+        for task, played in record.data["worker_cost"].items()]
+    return [Table("CPU time of learned verdicts in an agent-loop worker, by itself", [head, *rows])]
+
+
+def gates(record: Record) -> list[Table]:
+    """A run's own gate at the weight syncs of its workers, and the gates that were played over its responses."""
+    limits = _limits(record)
+    head = ["run", "gate", "asked", "open", *(f"open below {limit}" for limit in limits), "shut"]
+    rows, beside = [], [["run", "responses", "weight syncs", "played gate open or shut as the run's own",
+                         "and at the same limit"]]
+    for name, run in record.data["gates"].items():
+        own = run["own"]
+        if own["syncs"]:
+            shares = {key: {what: count / own["syncs"] for what, count in own[key].items()} for key in ("open", "shut")}
+            rows.append(_of_gate(name, "the run's own, at weight syncs", own["syncs"], shares, limits))
+            beside.append([name, f"{run['responses']:,}", *(str(own[key]) for key in ("syncs", "agree", "same_limit"))])
+        rows += [_of_gate(name, f"played, of {gate['window']:,} correct responses", gate["asked"], gate, limits)
+                 for gate in run["gates"]]
+    return [Table("The gate of learned verdicts, played again over runs", [head, *rows]),
+            *([Table("Told of as many responses as the run's own gate", beside, True)] if beside[1:] else [])]
+
+
+def _limits(record: Record) -> list[str]:
+    found = {limit for run in record.data["gates"].values() for gate in (run["own"], *run["gates"])
+             for limit in gate["open"]}
+    return sorted(found, key=float)
+
+
+def _of_gate(run: str, gate: str, asked: int, shares: dict, limits: list[str]) -> list[str]:
+    why = ", ".join(f"{name} {percent(share)}" for name, share in shares["shut"].items())
+    return [run, gate, str(asked), percent(sum(shares["open"].values())),
+            *(percent(shares["open"].get(limit, 0.0)) for limit in limits), why or DASH]
+
+
 def overlap(record: Record) -> list[Table]:
     """A case a row, over the seeds."""
     cases: dict[str, list[dict]] = {}

@@ -59,7 +59,8 @@ TABLES = {
     "decode overhead": tables.decode_overhead, "start-up": tables.startup, "check": tables.check,
     "overlap": tables.slowed_rollout,
     "verdicts": replay_tables.verdicts, "looks": replay_tables.looks, "thresholds": replay_tables.thresholds,
-    "loops": replay_tables.loops, "simulated overlap": replay_tables.overlap,
+    "loops": replay_tables.loops, "gates": replay_tables.gates,
+    "verdict cost": replay_tables.verdict_cost, "simulated overlap": replay_tables.overlap,
     "simulated null groups": replay_tables.null_groups,
 }
 FIGURES = {
@@ -92,12 +93,13 @@ ORDER = (
      "The same training in other settings, arms side by side."),
     ("Is what is trained right?",
      lambda r: r.kind in ("estimator bias", "treatments", "prompt sampling", "start reward", "check", "verdicts",
-                          "looks", "thresholds", "loops"),
+                          "looks", "thresholds", "loops", "gates"),
      "Estimators against the gradient of whole groups, which prompts are drawn, runs that pass or fail, and rules "
      "played again on recorded responses."),
     ("What does the overlay itself cost, and save?",
-     lambda r: r.kind in ("scheduler cost", "output cost", "decode overhead", "start-up"),
-     "Each against plain upstream in one process, with a control of plain against plain."),
+     lambda r: r.kind in ("scheduler cost", "output cost", "decode overhead", "start-up", "verdict cost"),
+     "Each against plain upstream in one process, with a control of plain against plain; what learned verdicts take in "
+     "an agent-loop worker is timed by itself."),
     ("What is to be expected at other sizes?",
      lambda r: r.kind in ("tau", "validation", "simulation", "simulated overlap", "simulated null groups"),
      "A virtual clock drives the overlay's own decision code, with step times measured on real engines. These numbers "
