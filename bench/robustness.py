@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.common import ROOT, TESTBED, algorithms, arm, compare, modules, stack, training
-from bench.common.algorithms import ACTOR, LOSS
+from bench.common.algorithms import ACTOR
 from bench.common.console import say
 from bench.common.provenance import commit
 from bench.testbed.task import MAX_RESPONSE_TOKENS, TASKS
@@ -64,13 +64,10 @@ ALGORITHMS = {name: algorithms.overrides(name, MAX_RESPONSE_TOKENS, OVERLONG_TOK
               for name in algorithms.ALGORITHMS}
 SEGMENTED = tuple(modules.ARMS["B yield"])
 ARMS = {"plain": tuple(modules.ARMS["off"]), "overlay": tuple(modules.ARMS["all"])}
-LOSSES = {"vanilla": (*SEGMENTED, f"{LOSS}=vanilla"),
-          "recomputed": (*SEGMENTED, f"{LOSS}=vanilla", "algorithm.rollout_correction.bypass_mode=False"),
-          "sais": (*SEGMENTED, f"{LOSS}=sais"),
-          "pois": (*SEGMENTED, f"{LOSS}=pois", *modules.switches("pois.anchor=token")),
-          "pois version": (*SEGMENTED, f"{LOSS}=pois", *modules.switches("pois.anchor=version")),
-          "pois dmmpt": (*SEGMENTED, f"{LOSS}=pois", *modules.switches("pois.anchor=token", "dmmpt.enable")),
-          "sais dmmpt": (*SEGMENTED, f"{LOSS}=sais", *modules.switches("dmmpt.enable"))}
+LOSSES = {name: (*SEGMENTED, *algorithms.LOSSES[loss], *modules.switches(*own)) for name, loss, *own in (
+    ("vanilla", "vanilla"), ("recomputed", "recomputed"), ("sais", "sais"), ("pois", "pois", "pois.anchor=token"),
+    ("pois version", "pois", "pois.anchor=version"), ("pois dmmpt", "pois", "pois.anchor=token", "dmmpt.enable"),
+    ("sais dmmpt", "sais+dmmpt"))}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from esgrpo import conditions, config
+from esgrpo import conditions, config, refusals
 from esgrpo.config import PREFIX, Segment, parse
 from esgrpo.errors import ConfigError, EsgrpoError
 
@@ -134,7 +134,7 @@ def another(key, spec):
         return next(option for option in spec.metadata["options"] if option != default)
     if spec.type == "str":
         return "elsewhere.json"
-    pair = next((pair for pair in config.IN_ORDER if key.startswith(pair[0] + ".") and key.endswith(pair[1:])), None)
+    pair = next((pair for pair in refusals.IN_ORDER if key.startswith(pair[0] + ".") and key.endswith(pair[1:])), None)
     if pair is not None:  # the smaller one goes down, the larger one up
         return default * 0.9 if spec.type == "float" and key.endswith(pair[1]) else (
             min(high or math.inf, default * 1.1) if spec.type == "float" else
@@ -268,7 +268,7 @@ def test_nobody_is_blamed_for_a_segment_length_that_the_response_length_asks_for
     assert config.idle(segment, 512) == [] and len(config.idle(segment, 1024)) == 1
 
 
-@pytest.mark.parametrize("section, smaller, larger", config.IN_ORDER)
+@pytest.mark.parametrize("section, smaller, larger", refusals.IN_ORDER)
 def test_bounds_that_are_not_in_order(section, smaller, larger):
     high = conditions.value_of(Segment(), f"{section}.{larger}")
     spec = conditions.spec_of(Segment, f"{section}.{larger}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from esgrpo import config
 from esgrpo.algo import pruning, verdict
 from esgrpo.algo.audit import COIN, Audit, Candidate, Verdict
-from esgrpo.algo.terms import Rule, Treatment
+from esgrpo.algo.terms import PREDICTED, UNBIASED, Rule, Treatment
 from esgrpo.algo.treatment import Rewards
 from esgrpo.algo.verdict import Verdicts
 from esgrpo.algo.verdict_features import Glance
@@ -41,7 +41,7 @@ class Decided:
     @property
     def keep_probability(self) -> float:
         """What the weight of its row is the inverse of."""
-        return self.verdict.pi if self.treatment in config.UNBIASED else 1.0
+        return self.verdict.pi if self.treatment in UNBIASED else 1.0
 
     @property
     def keeps_siblings(self) -> bool:
@@ -230,8 +230,8 @@ class GroupPruner:
         None: the treatment wants a reward, and what right or wrong responses get is not known yet.
         """
         treatment = self.prune.treatment
-        reward = self.rewards.predicted(success) if treatment in config.PREDICTED else None
-        if treatment in config.PREDICTED and reward is None:
+        reward = self.rewards.predicted(success) if treatment in PREDICTED else None
+        if treatment in PREDICTED and reward is None:
             return None
         if treatment == Treatment.MASKED:
             self._fix_pivot(watched)
@@ -250,7 +250,7 @@ class GroupPruner:
         No coin of the audit is tossed: the verdicts have a coin and a gate of their own.
         """
         watched = self.groups[group]
-        unknown = self.prune.treatment in config.PREDICTED and self.rewards.predicted(0.5) is None
+        unknown = self.prune.treatment in PREDICTED and self.rewards.predicted(0.5) is None
         kept = set(looks) if unknown else watched.decided.keys()
         found, let_go = {}, 0
         for member, decision in self.verdicts.looks(group, looks, kept).items():
@@ -258,7 +258,7 @@ class GroupPruner:
                 let_go += 1
                 continue
             coin = Verdict(decision.what == verdict.CUT, decision.keep_probability, Rule.VERDICT, COIN)
-            reward = self.rewards.predicted(decision.probability) if self.prune.treatment in config.PREDICTED else None
+            reward = self.rewards.predicted(decision.probability) if self.prune.treatment in PREDICTED else None
             found[member] = watched.decided[member] = Decided(
                 coin, looks[member][-1].tokens, self.prune.treatment, None, decision.probability, reward)
         return found, let_go

@@ -51,6 +51,11 @@ class Treatment(_Word):
     MASKED = "masked"  # left out, and the responses that a coin spared carry weights
 
 
+# treatments whose estimate needs more than the cut response itself
+PREDICTED = (Treatment.VALUE, Treatment.DOUBLY_ROBUST)
+UNBIASED = (Treatment.DOUBLY_ROBUST, Treatment.MASKED)  # with the coin, for whatever rule
+
+
 class NullGroups(_Word):
     """What becomes of finished groups without a gradient (`algo/null_groups.py`)."""
 

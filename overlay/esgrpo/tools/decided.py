@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from esgrpo import config, records
+from esgrpo import config, records, refusals
 from esgrpo.algo import decisions
 from esgrpo.algo.rows import Decisions
 from esgrpo.errors import ConfigError
@@ -29,7 +29,7 @@ def of_rows(rows: Sequence[Decisions], reports: list[dict] = ()) -> list[decisio
         return []
     try:
         settings = config.parse({key: value for key, value in given.items()
-                                 if f"{config.PREFIX}.{key}" not in config.REMOVED})
+                                 if f"{config.PREFIX}.{key}" not in refusals.REMOVED})
     except ConfigError:
         return []
     facts = (begun[-1].facts or {}) if begun else {}
