@@ -38,6 +38,7 @@ GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 PARTS, LEFT_OUT = "train_h200_parts.json", "train_h200_left_out.json"
 VERDICTS = "train_h100_verdicts.json"  # three arms, three seeds, nine runs at once on two H100s
 ALL_VERDICTS = "train_cpu_all_verdicts.json"  # everything on with and without them, three seeds on two cores
+LONG_ALL_VERDICTS = "train_h100_all_verdicts.json"  # and with long answers beside plain verl, nine runs on two H100s
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
 RATE = "train_h200_smollm2_rate.json"  # the same at 2.5 times the learning rate, two runs at once on one H200
 CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning rates, four runs at once on one H200
@@ -181,11 +182,24 @@ def _verdicts() -> dict[str, str]:
     pairs, alone = (training_pairs((VERDICTS,), *arms) for arms in (("C loops", "C verdicts"), ("plain", "C loops")))
     end = "held-out reward, equal samples"
     beside_all = training_pairs((ALL_VERDICTS,), "all", "all verdicts")
+    long, before, now = (training_pairs((LONG_ALL_VERDICTS,), *arms) for arms in
+                         (("all", "all verdicts"), ("plain", "all"), ("plain", "all verdicts")))
+    last, per_group = "held-out reward, last", "decoded tokens per group with gradient"
     return {"verdict_all_useful": spread(pair.ratio(USEFUL) for pair in beside_all),
             "loops_times": spread(pair.ratio("effective tokens/s") for pair in alone),
             "loops_useful": spread(pair.ratio(USEFUL) for pair in alone),
             "verdict_seeds": str(len(pairs)), "verdict_useful": spread(pair.ratio(USEFUL) for pair in pairs),
-            "verdict_tokens": spread(pair.ratio("decoded tokens per group with gradient") for pair in pairs),
+            "verdict_tokens": spread(pair.ratio(per_group) for pair in pairs), "verdict_long_seeds": str(len(long)),
+            "verdict_long_tokens": spread(pair.ratio(per_group) for pair in long),
+            "verdict_long_useful": spread(pair.ratio(USEFUL) for pair in long),
+            "verdict_long_reward": spread(pair.overlay[last] for pair in long),
+            "verdict_long_reward_all": spread(pair.plain[last] for pair in long),
+            "now_reward": spread(pair.overlay[last] for pair in now),
+            "now_reward_plain": spread(pair.plain[last] for pair in now),
+            "now_useful": spread(pair.ratio(USEFUL) for pair in now),
+            "now_effective": spread(pair.ratio("effective tokens/s") for pair in now),
+            "before_effective": spread(pair.ratio("effective tokens/s") for pair in before),
+            "now_verdicts": spread((pair.overlay["decisions: verdicts"] for pair in now), 0),
             "verdict_reward": spread(pair.overlay[end] for pair in pairs),
             "verdict_reward_loops": spread(pair.plain[end] for pair in pairs)}
 

@@ -42,6 +42,7 @@ LEFT_OUT = {
     "all without routing": ("routing.enable=False",),
     "all without keep": ("sync.requests=abort",),
     "all without loops": ("prune.repetition.enable=False",),
+    "all without verdicts": ("prune.verdict.enable=False",),
     "all without token outputs": ("token_outputs=False",),
     "all without filter": ("null_groups=train",),
     "all without headroom": ("kv_headroom=0",),
@@ -54,7 +55,6 @@ def with_left_out(segment_length: int) -> dict[str, list[str]]:
     for name, mode in (("spare", "spare"), ("filter", "replace")):
         found[f"C {name}"] = switches("enable", f"segment_length={segment_length}", f"null_groups={mode}")
     found["all filter"] = found["all"] + switches("null_groups=replace")
-    found["all verdicts"] = found["all"] + switches("prune.verdict.enable")
     found["all resolved"] = found["all"] + switches("prune.resolved.enable")
     # a benchmark sets the staleness by hand, which only a run that says so leaves to the controller
     found["all overlap"] = found["all"] + switches("overlap.enable", "overlap.override")

@@ -273,14 +273,13 @@ PROFILES: dict[str, dict] = {
     "custom": {},
     "off": {},
     "static": {"enable": True, "boundary": "yield"},
-    # What was measured to bring something or to cost nothing (README's table of modules). Group rules brought nothing;
-    # learned verdicts were not run beside the rest with long answers. prune.treatment=failed is the only one that
-    # leaves verl's estimator as it is.
+    # What was measured to bring something or to cost nothing (README's table of modules). Group rules brought nothing.
+    # prune.treatment=failed is the only one that leaves verl's estimator as it is.
     "elastic": {
         "enable": True,
         "history": {"enable": True},
         "routing": {"enable": True},
-        "prune": {"repetition": {"enable": True}, "audit": {"enable": True}},
+        "prune": {"repetition": {"enable": True}, "verdict": {"enable": True}, "audit": {"enable": True}},
         "sampler": {"enable": True},
         "sync": {"requests": "keep"},
         "null_groups": "spare",

@@ -91,7 +91,7 @@ def check_sections(segment, without_effect) -> None:
     if segment.prune.verdict.enable and segment.prune.treatment == Treatment.MASKED:
         raise ConfigError(f"{PREFIX}.prune.verdict.enable", "true", f"False with {PREFIX}.prune.treatment=masked",
                           "the weights of what the coin spares cost more variance than verdicts save, the run does not "
-                          "start", "set prune.treatment=failed, value or doubly_robust")
+                          "start", "set prune.treatment=failed, value or doubly_robust, or prune.verdict.enable=False")
     if segment.prune.finish_group_after and not segment.prune.audit.enable:
         raise ConfigError(f"{PREFIX}.prune.finish_group_after", str(segment.prune.finish_group_after),
                           f"0 without {PREFIX}.prune.audit.enable",

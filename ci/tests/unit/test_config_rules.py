@@ -209,7 +209,6 @@ def audited(rule, **audit):
     (audited(RESOLVED, max_fraction=0.0), 8, "max_fraction: 0.0 .*at least 0.125"),
     (audited(RESOLVED, max_fraction=0.3333), 3, "max_fraction: 0.3333 .*at least 0.3334"),
     (audited(RESOLVED, max_fraction=0.3334), 3, ""),
-    (audited(VERDICT, max_fraction=0.1), 8, "max_fraction: 0.1 "),
     ({**audited(LOOPS, max_fraction=0.1), **MASKED}, 8, "max_fraction: 0.1 "),
     ({**LOOPS, **MASKED, "audit": {"max_fraction": 0.1}}, 8, ""),  # nobody tosses a coin of them
     (audited(LOOPS, max_fraction=0.0), 8, ""),  # a loop whose row is trained costs no sibling
@@ -230,6 +229,14 @@ def test_a_rule_that_could_never_cut_is_refused(prune, n, said):
     with pytest.raises(ConfigError, match=said) as refused:
         planned(config, prune=prune)
     assert str(refused.value).count(" | ") == 3
+
+
+@pytest.mark.parametrize("n, fraction, said", [(1, 0.5, True), (2, 0.5, False), (8, 0.1, True), (8, 0.125, False)])
+def test_verdicts_that_have_nobody_to_cut_are_said(n, fraction, said):
+    """A profile has them; it must not stop a run whose prompts get one response."""
+    config = composed("fully_async", 1, actor_rollout_ref={"rollout": {"n": n}})
+    lines = planned(config, prune=audited(VERDICT, max_fraction=fraction)).lines
+    assert any("nothing will be cut" in line for line in lines) == said
 
 
 @pytest.mark.parametrize("span, interval, response, said", [

@@ -36,6 +36,10 @@ def lines(config, segment: Segment):
         yield from loops(config, segment)
     if segment.enable and segment.prune.verdict.enable:
         yield from _needs_log_probs(config, "prune.verdict tells failures by the log-probs of tokens, too")
+        size, fraction = config.actor_rollout_ref.rollout.n, segment.prune.audit.max_fraction
+        if not has_room(fraction, size):  # a profile switches them on for responses without siblings, too
+            yield (f"{PREFIX}.prune.verdict: nothing will be cut, because prune.audit.max_fraction = {fraction:g} of "
+                   f"rollout.n = {size} is not one response")
 
 
 def _up(value: float) -> float:
@@ -55,7 +59,7 @@ def _can_cut(config, segment: Segment) -> None:
         refuse(f"{ROLLOUT}.n", size, f"at least {AT_LEAST + 1} with group rules of {PREFIX}.prune",
                f"raise it, or switch the rules off: {AT_LEAST} members of a group are never cut")
     # a loop whose row is trained is not capped
-    if (forecasts or prune.verdict.enable or (masked and segment.audited)) and not has_room(audit.max_fraction, size):
+    if (forecasts or (masked and segment.audited)) and not has_room(audit.max_fraction, size):
         refuse(f"{PREFIX}.prune.audit.max_fraction", audit.max_fraction,
                f"at least {_up(1 / size):g}, one of rollout.n = {size}",
                "raise it: not one member of a group could be cut")
