@@ -119,8 +119,9 @@ class EsGrpo(Policy):
             self.fresh = self.wanted()
 
     def settings_of_modules(self) -> config.Segment:
-        prune = {"resolved": {"enable": True}, "audit": {"enable": True}}
-        settings = config.parse({"profile": "elastic", "prune": prune, **self.overrides})
+        prune = self.overrides.get("prune", {"resolved": {"enable": True}, "audit": {"enable": True}})
+        prune = {**prune, "verdict": {"enable": False}}  # nothing here says what a token was worth to its model
+        settings = config.parse({"profile": "elastic", **self.overrides, "prune": prune})
         return dataclasses.replace(settings, routing=dataclasses.replace(settings.routing, enable=ROUTING in self.has))
 
     def new_pruner(self) -> GroupPruner:

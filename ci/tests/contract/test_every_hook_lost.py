@@ -22,7 +22,7 @@ EVERYTHING = [*BASE, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
               "actor_rollout_ref.rollout.n=4",
               *[f"{SEGMENT}.{setting}" for setting in ("profile=elastic", "segment_length=64", "boundary=yield",
                                                        "prune.resolved.enable=True",
-                                                       "prune.treatment=masked",
+                                                       "prune.treatment=doubly_robust",
                                                        "dmmpt.enable=True", "routing.tail_share=0.5",
                                                        "overlap.enable=True")]]
 # slug -> why no strict run on this stack asks for it

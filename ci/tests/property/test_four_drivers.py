@@ -41,7 +41,7 @@ NO_RULES = {"resolved": {"enable": False}, "audit": {"enable": False}}
 
 
 def overrides(prune: dict, **more) -> dict:
-    return {**BASE, "prune": {"repetition": {"enable": False}, **prune}, **more}
+    return {**BASE, "prune": {"repetition": {"enable": False}, "verdict": {"enable": False}, **prune}, **more}
 
 
 def groups_of(lengths: list[list[tuple[int, bool]]], past: bool = False) -> list[Group]:

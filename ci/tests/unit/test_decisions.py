@@ -257,7 +257,7 @@ def test_one_process_under_v1_reports_for_all(monkeypatch):
     decision_counts.add_windows([{"kept": 3, "outcomes": {}, "held": 5}])
     found = decision_counts.of_v1(SimpleNamespace(), [])
     assert found == {f"esgrpo/decisions/{name}": number for name, number in (
-        ("routing", 4.0), ("loops", 0.0), ("sampler", 0.0), ("keep", 3.0), ("kv_headroom", 5.0),
+        ("routing", 4.0), ("loops", 0.0), ("verdicts", 0.0), ("sampler", 0.0), ("keep", 3.0), ("kv_headroom", 5.0),
         ("token_outputs", 0.0))}
     assert set(decision_counts.of_rollouter(SimpleNamespace())) == {
         f"esgrpo/decisions/{name}" for name in ("routing", "sampler", "keep", "kv_headroom", "token_outputs")}
