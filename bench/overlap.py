@@ -126,8 +126,7 @@ def run(name: str, seed: int, options) -> dict:
     main_of = stack.MAIN_PPO if each.concurrent is None else stack.FULLY_ASYNC
     arm.run(name, overrides(each, data, run_dir, seed, options.learning_rate), run_dir, ROOT / "overlay",
             main=main_of, budget_s=2 * options.half + options.skip, say=say, environment={
-                "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "overlay", ROOT / "bench" / "slow_engine", ROOT))),
-                "SLOW_STEP_MS": str(options.step_ms), "SLOW_AFTER_S": str(options.half),
+                **stack.slow_engine(options.step_ms), "SLOW_AFTER_S": str(options.half),
                 "SLOW_MARK": str(run_dir / "slow_since"),
                 **({"SLOW_TOKEN_MS": str(options.token_ms)} if each.long_updates else {})})
     (run_dir / MADE).write_text(json.dumps({"commit": commit()}))

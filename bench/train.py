@@ -103,6 +103,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="default: the scale's")
     parser.add_argument("--test-every", type=int, help="weight versions between evaluations; default: the scale's")
     parser.add_argument("--validation", type=int, help="held-out prompts; default: the scale's")
+    parser.add_argument("--step-ms", type=float, help="an engine's step lasts that much longer: on a CPU replicas then "
+                                                      "have a speed of their own although they share the cores")
     parser.add_argument("--prompts", type=int, default=scales.PROMPTS, help="of the training set; they come back")
     parser.add_argument("--history", help="history.json of an earlier run for arms with history=warm; {seed} is filled")
     parser.add_argument("--model", help=f"{SMOLLM2}, or a folder; default: the testbed's (small); OUT/model-large, "
@@ -151,6 +153,8 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
                  "micro_batch"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted a number above 0")
+    if options.step_ms is not None and options.step_ms <= 0:
+        parser.error(f"--step-ms {options.step_ms}: wanted a number above 0")
     if options.group < 2:
         parser.error("--group 1: a group of one has no advantage, wanted 2 or more")
     if not 2 <= options.segment <= options.cap:
@@ -171,6 +175,8 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
                      f"{options.learning_rate:g}{' where an arm names none' if ' lr=' in options.arms else ''}",
                      *(["trainer and rollout of a run share one GPU: its tokens/s are not those of a machine that has "
                         "one for each"] if stack.SHARED else []),
+                     *([f"every engine step lasts {options.step_ms:g} ms longer (bench/slow_engine)"]
+                       if options.step_ms else []),
                      *([f"{runs} runs side by side on the same devices, let go together: their speeds are those of a "
                         "crowded machine"] if options.together else [])]
     for text in options.arms.split(","):
@@ -202,7 +208,8 @@ def history_of(options, seed) -> Path:
 
 def run_dir_of(options, seed: int, text: str) -> Path:
     kind = "" if options.scale != SMOLLM2 else f"{options.trainer}-{options.algorithm}-{options.cap}-{options.group}-"
-    return options.out / f"{options.scale}-{options.task}-{kind}{seed}-{re.sub('[ =/+]', '-', text)}"
+    slowed = f"-step-{options.step_ms:g}-ms" if options.step_ms else ""
+    return options.out / f"{options.scale}-{options.task}-{kind}{seed}-{re.sub('[ =/+]', '-', text)}{slowed}"
 
 
 def run_together(options, argv: list[str], names: list[str], seeds: list[int]) -> None:
@@ -239,6 +246,7 @@ def main(argv: list[str] | None = None) -> int:
                     found[name][seed], curves[name][seed] = training.run_one(
                         f"{name} seed {seed}", lines, run_dir, options.budget, options.target,
                         targets=options.targets, brought=brought, stop=options.stop,
+                        environment=stack.slow_engine(options.step_ms) if options.step_ms else None,
                         main=stack.FULLY_ASYNC if options.trainer == "fully_async" else stack.MAIN_PPO)
                 except RuntimeError as error:  # the others still count; the exit code tells
                     failed.append(str(error))

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from bench.common import stack
 from bench.common.algorithms import ACTOR, AGGREGATIONS, LOSSES
 
 TRAINERS = ("fully_async", "separate_async")
@@ -35,9 +36,9 @@ _SIZES = {"staleness": ("staleness", float), "concurrent": ("concurrent", int), 
           "off_policy": ("off_policy", int), "steps": ("sync_every", int),
           "lr": ("learning_rate", float)}  # of the functions of bench.common.stack
 _SLEEP = ("actor_rollout_ref.rollout.free_cache_engine=True", "actor_rollout_ref.rollout.enable_sleep_mode=True")
-_LENT = {"dynamic": ("async_training.use_dynamic_resource_scheduling=True", *_SLEEP),
+_LENT = {"dynamic": ("async_training.use_dynamic_resource_scheduling=True",),
          "switch": ("trainer.v1.separate_async.hybrid_rollout.enable_switch=True",
-                    "actor_rollout_ref.hybrid_engine=True", *_SLEEP)}
+                    "actor_rollout_ref.hybrid_engine=True")}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Arm:
             lines += [f"actor_rollout_ref.rollout.agent.num_workers={self.values['workers']}",
                       f"reward.num_workers={self.values['workers']}"]
         for name, lent in _LENT.items():
-            lines += lent if self.values.get(name) == "on" else ()
+            if self.values.get(name) == "on":
+                lines += [*lent, *(_SLEEP if stack.DEVICE == "cuda" else ())]  # vLLM on a CPU has no sleep mode
         return lines
 
 

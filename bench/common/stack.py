@@ -216,6 +216,13 @@ def command(main: str, overrides: list[str]) -> list[str]:
     return [sys.executable, "-m", "esgrpo", "run", "--", sys.executable, "-m", main, *overrides]
 
 
+def slow_engine(step_ms: float) -> dict[str, str]:
+    """What a run's environment needs so that an engine's step lasts `step_ms` longer: then replicas have a speed of
+    their own although they share the cores."""
+    return {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "overlay", ROOT / "bench" / "slow_engine", ROOT))),
+            "SLOW_STEP_MS": str(step_ms)}
+
+
 def environment(overlay: str) -> dict[str, str]:
     """The environment of such a command; `overlay` is the directory that holds the package."""
     ours = [overlay, *([str(ROOT)] if SHARED else [])]

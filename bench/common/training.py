@@ -152,17 +152,20 @@ def prepare_data(seeds: list[int], options) -> None:
 
 def run_one(label: str, overrides: list[str], run_dir: Path, budget: float, target: float, say=say, *,
             targets: Sequence[float] = (), main: str = stack.FULLY_ASYNC,
-            brought: dict[str, Path] | None = None, stop: Path | None = None) -> tuple[dict, dict]:
+            brought: dict[str, Path] | None = None, stop: Path | None = None,
+            environment: dict[str, str] | None = None) -> tuple[dict, dict]:
     """Measures and curves of a run of `main`, which is made unless it was made before.
 
-    brought: name in the run directory -> a file that is copied there before the run begins. stop: as in `arm.run`.
+    brought: name in the run directory -> a file that is copied there before the run begins. stop, environment: as in
+    `arm.run`.
     """
     if not is_done(run_dir / "arm.json", overrides):
         shutil.rmtree(run_dir, ignore_errors=True)
         run_dir.mkdir(parents=True)
         for name, source in (brought or {}).items():
             shutil.copy(source, run_dir / name)
-        arm.run(label, overrides, run_dir, ROOT / "overlay", budget_s=budget, main=main, stop=stop, say=say)
+        arm.run(label, overrides, run_dir, ROOT / "overlay", budget_s=budget, main=main, stop=stop, say=say,
+                environment=environment)
     result = compare.load(run_dir, target)
     return measures(run_dir, result, targets), result.curves
 

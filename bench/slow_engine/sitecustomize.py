@@ -1,9 +1,10 @@
-"""For bench.overlap alone: an engine whose steps last longer, from a moment on twice as long.
+"""For runs on a CPU (bench.overlap, bench.train --step-ms): an engine whose steps last longer, later twice as long.
 
 On PYTHONPATH behind the overlay, whose own sitecustomize runs this one in every interpreter of a run. A step of vLLM's
-engine core that executes the model then sleeps SLOW_STEP_MS, and from SLOW_AFTER_S seconds after the first such step on
-until it has lasted twice as long; SLOW_MARK is a file that gets the time of that moment. SLOW_TOKEN_MS: so long
-an update of the policy sleeps for each token of its responses. Without SLOW_STEP_MS nothing is touched.
+engine core that executes the model then sleeps SLOW_STEP_MS, and from SLOW_AFTER_S seconds (never, where it is not set)
+after the first such step on until it has lasted twice as long; SLOW_MARK is a file that gets the time of that moment.
+SLOW_TOKEN_MS: so long an update of the policy sleeps for each token of its responses. Without SLOW_STEP_MS nothing is
+touched.
 """
 
 import os
@@ -14,7 +15,7 @@ def _slow(module):
     import functools
     import time
 
-    pause_s, after_s = float(os.environ["SLOW_STEP_MS"]) / 1e3, float(os.environ["SLOW_AFTER_S"])
+    pause_s, after_s = float(os.environ["SLOW_STEP_MS"]) / 1e3, float(os.environ.get("SLOW_AFTER_S", "inf"))
     begun = []
 
     def slow(step):

@@ -86,9 +86,9 @@ class ScriptedEngine:
                     decision = self.book.look(key, tokens, (0.0, len(tokens)))  # an engine that is certain
                     if decision.outcome != CONTINUE:
                         ended[key] = "length", STOP_REASON[decision.outcome], decision.outcome, decision.rule
-            for key, rule in self.book.take_pending(lambda key: len(self.running[key].tokens)).items():
+            for key, asked in self.book.take_pending(lambda key: len(self.running[key].tokens)).items():
                 if key in self.running and key not in ended:
-                    ended[key] = "length", STOP_REASON[PRUNE], PRUNE, rule
+                    ended[key] = "length", STOP_REASON[asked.outcome], asked.outcome, asked.rule
             for key, request in list(self.running.items()):
                 self._report(key, request, *ended.get(key, (None, None, "", "")))
 

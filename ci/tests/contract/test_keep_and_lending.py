@@ -20,6 +20,7 @@ pytest.importorskip("ray")
 
 from ci.tests.contract import patch_tree  # noqa: E402
 from ci.tests.contract.test_kept_requests import METHODS  # noqa: E402
+from esgrpo.algo.routing import cheapest_to_move  # noqa: E402
 from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl.fixes import resume_without_sleep  # noqa: E402
 from esgrpo.hooks.verl.server import control_methods  # noqa: E402
@@ -58,7 +59,14 @@ class Engine:
     def __init__(self):
         self.paused, self.aborts = False, []
         self.output_processor = SimpleNamespace(request_states={})
-        self.engine_core = SimpleNamespace(core_engines=[b"0"])
+        self.engine_core = SimpleNamespace(core_engines=[b"0"], call_utility_async=self.hand_back)
+
+    async def hand_back(self, name, count):
+        """The scheduler's answer: these requests are of no group, so that their client has to end them."""
+        assert name == "esgrpo_hand_back"
+        states = self.output_processor.request_states
+        leaving = cheapest_to_move({key: state.prompt_len + len(state.tokens) for key, state in states.items()}, count)
+        return len(leaving), leaving
 
     async def pause_generation(self, *, mode="abort", wait_for_inflight_requests=None, clear_cache=True):
         self.paused = True
@@ -86,7 +94,6 @@ class State:
     def __init__(self, request_id, prompt_len):
         self.request_id, self.external_req_id, self.prompt_len = f"{request_id}-1a2b", request_id, prompt_len
         self.tokens, self.aborted = [], False
-        self.detokenizer = SimpleNamespace(num_output_tokens=lambda: len(self.tokens))
 
 
 class Generating:

@@ -52,7 +52,7 @@ for trainer, home, name in (("fully_async", package, "fully_async_ppo_trainer"),
             rollout = config.actor_rollout_ref.rollout
             answers[case] = {
                 "error": error, "features": os.environ.get("ESGRPO_FEATURES", "").split(","),
-                "segment": json.loads(os.environ.get("ESGRPO_SEGMENT", "{}")), "frees": rollout.free_cache_engine,
+                "segment": json.loads(os.environ.get("ESGRPO_SEGMENT", "{}")),
                 "trainer": config.trainer.n_gpus_per_node, "n": rollout.n, "length": rollout.response_length,
                 "rollout": config.rollout.n_gpus_per_node if trainer == "fully_async" else rollout.n_gpus_per_node,
                 "async": dict(config.async_training) if trainer == "fully_async" else {},
@@ -89,8 +89,8 @@ def test_values_of_an_arm_arrive_in_verls_config(answers):
     assert answers["plain"]["async"]["staleness_threshold"] == 4.0
     assert answers["plain"]["async"]["concurrent_samples_per_replica"] == 16
     assert answers["long groups"]["n"] == 16 and answers["long groups"]["length"] == 4096
-    assert answers["lent"]["async"]["use_dynamic_resource_scheduling"] and answers["lent"]["frees"]
-    assert answers["separate lent"]["switch"] and answers["separate lent"]["frees"]
+    assert answers["lent"]["async"]["use_dynamic_resource_scheduling"]
+    assert answers["separate lent"]["switch"]
     for name in ("lent", "separate lent"):
         assert (answers[name]["trainer"], answers[name]["rollout"]) == (2, 2)
     assert answers["separate"]["filters"] and not answers["long groups"]["filters"]

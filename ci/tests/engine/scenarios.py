@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from types import SimpleNamespace
 
 MAX_NUM_SEQS = 4
 RUNNING = ("0", "1", "2", "3")  # of more than MAX_NUM_SEQS requests, those that run first
@@ -166,8 +167,8 @@ async def shared_prompt(client: Client, shared: list[int]) -> dict:
 async def quiet(client: Client) -> dict:
     return {"report": await client.call("esgrpo_report"), "sampled": await client.together(sampled(8, 40)),
             "versions": await versions(client), "finish": await finish(client), "member": await member(client),
-            "abort": await pause_abort(client), "keep": await pause_keep(client, False),
-            "rebuild": await pause_keep(client, True),
+            "surplus": await surplus(client), "abort": await pause_abort(client),
+            "keep": await pause_keep(client, False), "rebuild": await pause_keep(client, True),
             "shared": await shared_prompt(client, [(5 * i) % 190 + 20 for i in range(SHARED_PROMPT)]),
             "looping": await client.together(greedy(4, 96, forced=1))}
 
@@ -213,6 +214,17 @@ async def member(client: Client) -> dict:
         return await client.call("esgrpo_finish", "m", [2, 17], "group")
 
     return await client.together(greedy(4, 200, group="m"), act)
+
+
+async def surplus(client: Client) -> dict:
+    """verl's server hands three requests back while four run and two wait."""
+    from esgrpo.hooks.verl.server.control_methods import esgrpo_hand_back
+
+    async def act():
+        await client.until("3", 5)
+        return await esgrpo_hand_back(SimpleNamespace(node_rank=0, engine=client.engine), 3)
+
+    return await client.together(greedy(6, 200), act)
 
 
 async def pause_abort(client: Client) -> dict:

@@ -188,6 +188,18 @@ def test_logprob_sum_is_the_sum_of_the_logprobs(played):
         assert len(answer["logprobs"]) == len(answer["tokens"])
 
 
+def test_a_surplus_is_handed_back_with_every_token_that_was_made(played):
+    """First those that wait, who have none: vLLM's front end answers for them."""
+    run = played("quiet")["surplus"]
+    assert run["extra"] == 3
+    assert {ending(run["answers"][label]) for label in "45"} == {("abort", None, 0)}
+    back, = [answer for answer in run["answers"].values() if answer["stop_reason"] == "segment"]
+    assert (back["payload"]["outcome"], back["payload"]["rule"]) == ("yield", "surplus")
+    assert 5 <= len(back["tokens"]) == sum(count for _, count in back["payload"]["spans"]) < 200
+    stay = [answer for answer in run["answers"].values() if len(answer["tokens"]) == 200]
+    assert len(stay) == 3
+
+
 def test_pause_abort_closes_the_book(played):
     run = played("quiet")["abort"]
     assert {answer["finish_reason"] for answer in run["answers"].values()} == {"abort"}

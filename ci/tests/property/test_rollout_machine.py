@@ -36,7 +36,8 @@ SETTINGS = {
 
 JUDGED = {**SETTINGS, "prune": {"verdict": {"enable": True}, "resolved": {"enable": True, "null_prob": 1.0},
                                 "audit": {**SETTINGS["prune"]["audit"], "max_fraction": 0.75}}}
-COUNTED = ("pruning/pruned", "pruning/exempted", "verdicts/pruned", "verdicts/exempted", "segments/resubmitted")
+COUNTED = ("pruning/pruned", "pruning/exempted", "verdicts/pruned", "verdicts/exempted", "segments/resubmitted",
+           "keep/moved")
 
 
 @dataclass
@@ -187,10 +188,11 @@ class Life(RuleBasedStateMachine):
         if len(self.asks) > asks:
             self.hear(self.asks.pop())
 
-    def answer(self, key, outcome, rule_="", **more):
+    def answer(self, key, outcome, rule_="", unheard=(), **more):
+        """`unheard`: versions of tokens that the engine made after those that its client was given."""
         member = self.members[key]
         made = member.stamps[member.born:]
-        spans = [[version, len(list(tokens))] for version, tokens in groupby(made)]
+        spans = [[version, len(list(tokens))] for version, tokens in groupby([*made, *unheard])]
         book = {"outcome": str(outcome), "rule": rule_, "spans": spans, "boundaries": 1, "logprob_sum": 0.0,
                 "replica": member.replica, "arrived": 0.0}
         event = rollout.AttemptEnded(*key, 1.0, len(made), BUDGET - len(member.stamps), answer=book,
@@ -201,7 +203,7 @@ class Life(RuleBasedStateMachine):
             assert action.versions == (made[0], made[-1])
         if isinstance(action, rollout.Submit):
             assert outcome == Outcome.YIELD and len(member.stamps) < BUDGET
-            self.happened["segments/resubmitted"] += 1
+            self.happened["keep/moved" if rule_ == Rule.SURPLUS else "segments/resubmitted"] += 1
             assert action.fields["done_before"] == len(member.stamps)
         else:
             member.whole = not (more.get("aborted") and action.stop_reason is None and len(member.stamps) < BUDGET)
@@ -214,18 +216,20 @@ class Life(RuleBasedStateMachine):
         member, response = self.members[key], self.runs.response(*key)
         if outcome == Outcome.PRUNE and not member.asked:
             outcome = Outcome.FINISH
-        action = self.answer(key, outcome, response.decision["rule"] if outcome == Outcome.PRUNE else "")
+        why = {Outcome.FINISH: st.just(""), Outcome.PRUNE: st.just((response.decision or {}).get("rule", "")),
+               Outcome.YIELD: st.sampled_from([Rule.BOUNDARY, Rule.SURPLUS])}[outcome]
+        action = self.answer(key, outcome, data.draw(why))
         if outcome == Outcome.YIELD and response.doomed:
             assert action.stop_reason == "pruned"  # nobody in an engine can hear of it
 
     @precondition(lambda self: self.decoding())
-    @rule(data=st.data(), known=st.booleans())
-    def abort(self, data, known):
+    @rule(data=st.data(), known=st.booleans(), unheard=st.integers(0, 2))
+    def abort(self, data, known, unheard):
         """By a weight sync or a rebalance; `known`: the replica's book was asked."""
         key = data.draw(st.sampled_from(self.decoding()))
         member = self.members[key]
         if known:
-            self.answer(key, Outcome.ABORT, aborted=True)
+            self.answer(key, Outcome.ABORT, unheard=[self.version] * unheard, aborted=True)
             return
         made = len(member.stamps) - member.born
         member.stamps[member.born:] = [self.version] * made  # what the server says of all of them

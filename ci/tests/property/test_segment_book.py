@@ -7,7 +7,18 @@ from itertools import groupby
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from esgrpo.algo.segments import BODY, CONTINUE, SHORT, TAIL, UNKNOWN_VERSION, YIELD, SegmentBook
+from esgrpo.algo.segments import (
+    BODY,
+    CONTINUE,
+    PRUNE,
+    SHORT,
+    SURPLUS,
+    TAIL,
+    UNKNOWN_VERSION,
+    YIELD,
+    Decision,
+    SegmentBook,
+)
 from esgrpo.config import Prune, Repetition, Segment
 
 GROUPS = ["a", "b", "c"]
@@ -55,7 +66,7 @@ class Books(RuleBasedStateMachine):
         self.tokens[key], self.versions[key], self.places[key] = [], [], (group, member)
         self.adds += 1
         if (group, member) in self.wishes:
-            self.asked[key] = self.wishes[group, member]
+            self.asked[key] = Decision(PRUNE, self.wishes[group, member])
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -106,8 +117,16 @@ class Books(RuleBasedStateMachine):
     def ask_finish(self, group, members, name):
         wanted = [key for key, (g, m) in self.places.items() if g == group and (members is None or m in members)]
         assert self.book.ask_finish(group, None if members is None else sorted(members), name) == len(wanted)
-        self.asked.update(dict.fromkeys(wanted, name))
+        self.asked.update(dict.fromkeys(wanted, Decision(PRUNE, name)))
         self.wishes.update({(group, member): name for member in members or ()})
+
+    @rule(number=st.integers(0, 9))
+    def hand_back(self, number):
+        """Whom a rule ends is not handed back."""
+        key = f"key-{number}"
+        assert self.book.hand_back(key) == (key in self.tokens)
+        if key in self.tokens:
+            self.asked.setdefault(key, SURPLUS)
 
     @rule()
     def carry_out(self):

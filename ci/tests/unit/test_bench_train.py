@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from bench import train
-from bench.common import ROOT, algorithms, compare, modules, scales, stack, training
+from bench.common import ROOT, algorithms, arm_values, compare, modules, scales, stack, training
 from ci.tests.unit.test_ablation import settings_of
 from ci.tests.unit.test_bench_robustness import write_run
 
@@ -100,8 +100,7 @@ def test_vllm_calculates_in_what_the_processor_can(flags, dtype):
     (SMOLLM2, "plain lr=5e-5", {"actor_rollout_ref.actor.optim.lr": "5e-05"}),
     (SMOLLM2, "plain loss_agg_mode=seq-mean-token-mean", {f"{algorithms.ACTOR}.loss_agg_mode": "seq-mean-token-mean"}),
     (SMOLLM2, "plain loss=gspo", {algorithms.LOSS: "gspo"}),
-    (SMOLLM2, "plain dynamic=on", {"async_training.use_dynamic_resource_scheduling": "True",
-                                   f"{ROLLOUT}.free_cache_engine": "True", f"{ROLLOUT}.enable_sleep_mode": "True"}),
+    (SMOLLM2, "plain dynamic=on", {"async_training.use_dynamic_resource_scheduling": "True"}),
     (SMOLLM2, "plain dynamic=off", {}),
     (SEPARATE, "plain warmup=2", {"trainer.v1.separate_async.num_warmup_batches": "2.0"}),
     (SEPARATE, "plain off_policy=2", {"trainer.v1.sampler.max_off_policy_threshold": "2"}),
@@ -109,13 +108,20 @@ def test_vllm_calculates_in_what_the_processor_can(flags, dtype):
     (SEPARATE, "plain gpus=2/1", {"trainer.n_gpus_per_node": "2"}),
     (SEPARATE, "plain steps=4", {"trainer.v1.separate_async.parameter_sync_step": "4", "data.train_batch_size": "32"}),
     (SEPARATE, "plain switch=on", {"trainer.v1.separate_async.hybrid_rollout.enable_switch": "True",
-                                   "actor_rollout_ref.hybrid_engine": "True", f"{ROLLOUT}.free_cache_engine": "True",
-                                   f"{ROLLOUT}.enable_sleep_mode": "True"}),
+                                   "actor_rollout_ref.hybrid_engine": "True"}),
 ])
 def test_an_arms_own_value_changes_what_it_names_and_nothing_else(tmp_path, arguments, arm, own):
     usual, lines = told(arguments, "plain", tmp_path), told(arguments, arm, tmp_path)
     logical = "ray_kwargs.ray_init.num_gpus"  # on a CPU
     assert {key: value for key, value in lines.items() if usual.get(key) != value and key != logical} == own
+
+
+@pytest.mark.parametrize("arguments, arm", [(SMOLLM2, "plain dynamic=on"), (SEPARATE, "plain switch=on")])
+def test_replicas_on_lent_gpus_sleep_while_the_trainer_works(tmp_path, monkeypatch, arguments, arm):
+    """vLLM on a CPU has no sleep mode."""
+    monkeypatch.setattr(arm_values.stack, "DEVICE", "cuda")
+    lines = arm_values.parse(arm, {"off"}, train.parse([*arguments, "--arms", "plain"]).trainer).overrides()
+    assert {f"{ROLLOUT}.free_cache_engine=True", f"{ROLLOUT}.enable_sleep_mode=True"} <= set(lines)
 
 
 def test_losses_of_the_overlay_and_a_warm_history(tmp_path):

@@ -183,6 +183,11 @@ def _why_keep(run: Run) -> str:
     return "no weight sync while requests ran"
 
 
+def _more_of_keep(run: Run) -> str:
+    moved = run.count("keep/moved")
+    return f"{_plural(moved, 'request')} handed back for lent replicas" if moved else ""
+
+
 def _why_kv_headroom(run: Run) -> str:
     return "no request waited for memory: the KV cache had room" if run.count("keep/syncs") else "no weight sync"
 
@@ -230,7 +235,7 @@ MODULES = (
            lambda s: s.enable and (s.prune.resolved.enable or s.null_groups != NullGroups.TRAIN), ("replaced/groups",),
            _why_replaced),
     Module(SAMPLER, "sampler.enable", lambda s: s.enable and s.sampler.enable, ("sampler/chosen",), _why_sampler),
-    Module(KEEP, "sync.requests=keep", lambda s: s.keeps, ("keep/kept",), _why_keep),
+    Module(KEEP, "sync.requests=keep", lambda s: s.keeps, ("keep/kept",), _why_keep, _more_of_keep),
     Module(KV_HEADROOM, "kv_headroom", lambda s: s.enable and s.kv_headroom > 0, ("kv_headroom/held",),
            _why_kv_headroom),
     Module(TOKEN_OUTPUTS, "token_outputs", lambda s: s.token_outputs, ("token_outputs/responses",), _why_token_outputs),

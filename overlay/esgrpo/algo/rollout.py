@@ -64,6 +64,16 @@ class GroupCollision(ValueError):
     """Two different prompts share a group id while both are running, or two members a number."""
 
 
+def given(spans: list[list[int]], tokens: int) -> list[list[int]]:
+    """[version, count] of the first `tokens`: until an engine hears of an abort it makes what its client never gets."""
+    found = []
+    for version, count in spans:
+        if tokens > 0:
+            found.append([version, min(count, tokens)])
+        tokens -= count
+    return found
+
+
 @dataclass
 class Response:
     """What one member of a group lived through, attempt by attempt."""
@@ -117,7 +127,8 @@ class Response:
             spans = [[-1 if event.version is None else event.version, event.tokens]]
             self.outcome, self.rule = Outcome.ABORT if event.aborted else Outcome.FINISH, ""
         else:
-            spans, self.outcome, self.rule = answer["spans"], Outcome(answer["outcome"]), answer["rule"]
+            spans = given(answer["spans"], event.tokens)
+            self.outcome, self.rule = Outcome(answer["outcome"]), answer["rule"]
             self.boundaries += answer["boundaries"]
             self.logprob_sum += answer["logprob_sum"]
             if spans and spans[0][0] >= 0:
@@ -258,7 +269,8 @@ class GroupRun:
             if response.doomed:  # since it left the engine: nobody there can hear of it
                 response.prune(response.decision["rule"])
             elif event.left > 0:
-                self.rules.decisions["segments/resubmitted"] += not loop
+                surplus = response.rule == Rule.SURPLUS
+                self.rules.decisions["keep/moved" if surplus else "segments/resubmitted"] += not loop
                 return [Submit(self.name, response.number, self.fields(response), versions)]
             else:
                 response.outcome, response.rule = Outcome.FINISH, ""  # handed back with its last token

@@ -115,7 +115,7 @@ class Decision:
 
 # Made once: a look takes a few microseconds, and making a frozen dataclass is one of them.
 GO_ON, LOOP, HELD_LOOP = Decision(CONTINUE), Decision(PRUNE, Rule.REPETITION), Decision(YIELD, Rule.REPETITION)
-BOUNDARY, MOVE = Decision(YIELD, Rule.BOUNDARY), Decision(YIELD, Rule.MOVE)
+BOUNDARY, MOVE, SURPLUS = (Decision(YIELD, rule) for rule in (Rule.BOUNDARY, Rule.MOVE, Rule.SURPLUS))
 
 
 def at_boundary(length_class: str, move: bool, yields: bool) -> Decision:
@@ -163,7 +163,7 @@ class SegmentBook:
         self.version = UNKNOWN_VERSION
         self.step = 0
         self.tracked: dict[Hashable, Tracked] = {}
-        self.pending: dict[Hashable, str] = {}  # finish at the next step: key -> rule
+        self.pending: dict[Hashable, Decision] = {}  # whom to end or to hand back at the next step
         self._groups: dict[str, set[Hashable]] = {}
         self._asked: OrderedDict[str, dict[int, str]] = OrderedDict()  # group -> member -> rule
         self._lengths: OrderedDict[str, tuple[int, bool]] = OrderedDict()  # group -> (segment length, tail class)
@@ -203,7 +203,7 @@ class SegmentBook:
         self._groups.setdefault(group, set()).add(key)
         rule = self._asked.get(group, {}).get(member)
         if rule is not None:
-            self.pending[key] = rule
+            self.pending[key] = Decision(PRUNE, rule)
         self._plan(key, item, 0)
 
     def _length_of(self, group: str) -> int:
@@ -350,20 +350,26 @@ class SegmentBook:
         found = 0
         for key in self._groups.get(group, ()):
             if members is None or self.tracked[key].member in members:
-                self.pending[key] = rule
+                self.pending[key] = Decision(PRUNE, rule)
                 found += 1
         return found
+
+    def hand_back(self, key: Hashable) -> bool:
+        """Hand it back at the next step; returns whether it is tracked. One that is to be ended is ended."""
+        if key in self.tracked:
+            self.pending.setdefault(key, SURPLUS)
+        return key in self.tracked
 
     def members_of(self, group: str) -> dict[int, Hashable]:
         """Which responses of a group are here: member -> key."""
         return {self.tracked[key].member: key for key in self._groups.get(group, ())}
 
-    def take_pending(self, made: Callable[[Hashable], int]) -> dict[Hashable, str]:
-        """Whom to finish now; `made`: tokens of an attempt so far. A response without any token waits for its first
+    def take_pending(self, made: Callable[[Hashable], int]) -> dict[Hashable, Decision]:
+        """What to do now; `made`: tokens of an attempt so far. A response without any token waits for its first
         one: verl's agent loop makes no log-probs of an empty response, and cannot join it with others."""
         pending = self.pending
-        self.pending = {key: rule for key, rule in pending.items() if self.tracked[key].done_before + made(key) == 0}
-        return {key: rule for key, rule in pending.items() if key not in self.pending}
+        self.pending = {key: asked for key, asked in pending.items() if self.tracked[key].done_before + made(key) == 0}
+        return {key: asked for key, asked in pending.items() if key not in self.pending}
 
     def set_version(self, version: int, token_counts: dict[Hashable, int]) -> None:
         """New weights: tokens made so far belong to the old version. `token_counts` covers every tracked key."""

@@ -19,8 +19,8 @@ class Outcome(_Word):
 
     FINISH = "finish"  # by itself, or at the budget
     PRUNE = "prune"
-    YIELD = "yield"  # handed back at a boundary: an attempt only
-    ABORT = "abort"  # by a weight sync or a rebalance: its client submits it again
+    YIELD = "yield"  # handed back at a boundary or by a rebalance: an attempt only
+    ABORT = "abort"  # by a weight sync: its client submits it again
     FAIL = "fail"  # no reward came of it
     CARRY = "carry"  # interrupted and handed back: it goes on later, perhaps under another worker
 
@@ -37,6 +37,7 @@ class Rule(_Word):
     REPETITION = "repetition"  # it is a proven loop
     BOUNDARY = "boundary"  # handed back at the end of its segment
     MOVE = "move"  # handed back once, to go on at a replica of the tail class
+    SURPLUS = "surplus"  # handed back, because its replica had more than its share
     RESOLVED = "resolved"  # its finished siblings agree, and it is not likely to differ
     ENOUGH = "enough"  # its finished siblings have what an update needs
     VERDICT = "verdict"  # a learned score says that it will fail

@@ -55,12 +55,16 @@ def esgrpo_set_segment_length(self, group, length, tail=False):
     return _ask_scheduler(self, "segment_set_length", 0, group, length, tail)
 
 
+def esgrpo_hand_back(self, count):
+    return _ask_scheduler(self, "segment_hand_back", (0, []), count)
+
+
 def esgrpo_take_looks(self, groups):
     return _ask_scheduler(self, "segment_take_looks", {}, groups)
 
 
 UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish, esgrpo_progress, esgrpo_take_aborted,
-             esgrpo_set_segment_length, esgrpo_take_looks)
+             esgrpo_set_segment_length, esgrpo_hand_back, esgrpo_take_looks)
 
 
 def apply(module) -> None:

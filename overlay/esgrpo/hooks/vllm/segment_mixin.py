@@ -14,6 +14,7 @@ import time
 from collections import Counter, OrderedDict, deque
 
 from esgrpo.algo.accounting import Occupancy
+from esgrpo.algo.routing import cheapest_to_move
 from esgrpo.algo.segments import CONTINUE, PRUNE, YIELD, SegmentBook
 from esgrpo.algo.terms import PAYLOAD, Outcome
 from esgrpo.hooks.vllm.headroom import Headroom
@@ -154,13 +155,12 @@ class SegmentMixin:
             if request is not None:
                 decision = book.look(key, request._output_token_ids, logprobs_of(key))
                 if decision.outcome != CONTINUE:
-                    endings[key] = decision.outcome, decision.rule
+                    endings[key] = decision
         if book.pending:
-            endings |= {key: (PRUNE, rule) for key, rule in book.take_pending(
-                lambda key: requests[key].num_output_tokens if key in requests else 1).items()}
-        for key, (outcome, rule) in endings.items():
+            endings |= book.take_pending(lambda key: requests[key].num_output_tokens if key in requests else 1)
+        for key, ending in endings.items():
             if key in self.requests:
-                self._segment_end(self.requests[key], outcome, rule, outputs)
+                self._segment_end(self.requests[key], ending.outcome, ending.rule, outputs)
 
     def _segment_end(self, request, outcome: str, rule: str, outputs) -> None:
         """End a request now, as length-capped: "abort" would make verl resume it."""
@@ -240,6 +240,13 @@ class SegmentMixin:
 
     def segment_finish(self, group: str, members, rule: str) -> int:
         return self.segment_book.ask_finish(group, members, rule)
+
+    def segment_hand_back(self, count: int) -> tuple[int, list[str]]:
+        """Hand `count` requests back, so that their clients go on with them elsewhere; returns how many there were, and
+        those of them that only the front end can: without a token of their own, or of no group."""
+        leaving = cheapest_to_move({key: request.num_tokens for key, request in self.requests.items()}, count)
+        return len(leaving), [key for key in leaving
+                              if not self.requests[key].num_output_tokens or not self.segment_book.hand_back(key)]
 
     def segment_progress(self, group: str) -> dict[int, int]:
         """Tokens of the whole response so far, earlier attempts included, of every member that is here."""

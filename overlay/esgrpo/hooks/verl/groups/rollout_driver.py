@@ -268,6 +268,8 @@ async def attempt_ended(seat: Seat, output, prompt_tokens: int, left: int):
     answer = (fields.pop("kv_transfer_params", None) or {}).get(PAYLOAD)
     if aborted and answer is None and output.token_ids:
         answer = await seat.driver.book_of_aborted(seat)
+        if answer is not None and output.log_probs:
+            answer = {**answer, "logprob_sum": sum(output.log_probs)}  # of what was given, not of what was made
     action = seat.on(rollout.AttemptEnded, now=time.time(), tokens=len(output.token_ids), left=left,
                      aborted=aborted, answer=answer,
                      version=fields.get("global_steps"),

@@ -82,18 +82,17 @@ async def esgrpo_take_aborted(self, group, member):
 
 
 async def esgrpo_hand_back(self, count):
-    """Abort `count` requests, so that their clients go on with them at another replica; returns how many there were."""
-    from esgrpo.algo.routing import cheapest_to_move
+    """Hand `count` requests back, so that their clients go on with them at another replica; returns how many there
+    were. Engines of one server (internal data parallelism) have equal parts."""
+    from esgrpo.hooks.verl.server.control_methods import engine_call
 
-    if self.node_rank != 0:
-        return 0
-    tokens: dict[str, int] = {}  # by the caller's id; vLLM before it randomised ids has that one alone
-    for state in self.engine.output_processor.request_states.values():
-        mine = getattr(state, "external_req_id", state.request_id)
-        tokens[mine] = tokens.get(mine, 0) + state.prompt_len + state.detokenizer.num_output_tokens()
-    leaving = cheapest_to_move(tokens, count)
-    await self.engine.abort(leaving)
-    return len(leaving)
+    cores = len(getattr(self.engine.engine_core, "core_engines", None) or [0]) if self.node_rank == 0 else 1
+    found = await engine_call(self, "esgrpo_hand_back", -(-count // cores))
+    if any(bare for _, bare in found):  # vLLM ends what has no token yet at the client's word alone
+        states = self.engine.output_processor.request_states
+        known = [states[key] for _, bare in found for key in bare if key in states]
+        await self.engine.abort([getattr(state, "external_req_id", state.request_id) for state in known])
+    return sum(number for number, _ in found)
 
 
 async def esgrpo_engine_reports(self):
