@@ -24,7 +24,7 @@ from esgrpo.algo.routing import cheapest_to_move  # noqa: E402
 from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl.fixes import resume_without_sleep  # noqa: E402
 from esgrpo.hooks.verl.server import control_methods  # noqa: E402
-from esgrpo.hooks.verl.sync import kept_requests, lent_replicas, rebalance_moves, standalone_cache  # noqa: E402
+from esgrpo.hooks.verl.sync import kept_requests, lent_replicas, lent_wait, rebalance_moves, standalone_cache  # noqa: E402
 
 STEP_S, LENGTH, PROMPT, REQUESTS = 0.002, 80, 5, 9
 CALLS = ("abort_all_requests", "resume_engine_generation", "open_submission_gate", "wait_for_requests_to_drain",
@@ -340,3 +340,33 @@ def test_the_cache_of_a_hybrid_replica_is_freed(scene):
         return found
 
     assert scene(story, True) == {"h": True, "s0": False}
+
+
+async def waited(rollouter, running: bool, queue: list[int], count: int):
+    """What verl's wait for `count` samples answers, or None where it still waits; `queue`: its sizes, the last stays."""
+    async def get_queue_size():
+        return queue.pop(0) if len(queue) > 1 else queue[0]
+
+    vars(rollouter).update(running=running, message_queue_client=SimpleNamespace(get_queue_size=get_queue_size))
+    waiting = asyncio.ensure_future(rollouter.wait_for_enough_samples(count, poll_interval=STEP_S))
+    done, _ = await asyncio.wait([waiting], timeout=50 * STEP_S)
+    waiting.cancel()
+    return waiting.result() if done else None
+
+
+@pytest.mark.hook("lent-wait-ends-with-data")
+@pytest.mark.parametrize("hooked", [True, False])
+@pytest.mark.parametrize("running, queue, answer", [
+    (True, [1, 3, 8], 8),  # samples come
+    (True, [3], None),  # they may still come: nobody may stop this wait
+    (False, [9], 9),  # enough of them, and the end
+    (False, [1], 1)])  # the end alone: without the hook (the negative control) the trainer waits forever
+def test_the_wait_for_samples_ends_with_the_data(monkeypatch, hooked, running, queue, answer):
+    from verl.experimental.fully_async_policy import fully_async_rollouter as rollouters
+
+    monkeypatch.setattr(lent_wait, "POLL_S", STEP_S)
+    plain = rollouters.FullyAsyncRollouter.__ray_metadata__.modified_class
+    kind = type("Rollouter", (plain,), {"wait_for_enough_samples": wrapped(lent_wait, plain.wait_for_enough_samples)
+                                        if hooked else plain.wait_for_enough_samples})
+    found = asyncio.run(waited(object.__new__(kind), running, list(queue), 8))
+    assert found == (None if queue == [1] and not hooked else answer)
