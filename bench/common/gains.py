@@ -38,6 +38,7 @@ GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 PARTS, LEFT_OUT = "train_h200_parts.json", "train_h200_left_out.json"
 VERDICTS = "train_h100_verdicts.json"  # three arms, three seeds, nine runs at once on two H100s
 ALL_VERDICTS = "train_cpu_all_verdicts.json"  # everything on with and without them, three seeds on two cores
+LENDING = "lending_cpu.json"  # kept requests, lent devices, both and neither, two seeds on two cores
 LONG_ALL_VERDICTS = "train_h100_all_verdicts.json"  # and with long answers beside plain verl, nine runs on two H100s
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
 RATE = "train_h200_smollm2_rate.json"  # the same at 2.5 times the learning rate, two runs at once on one H200
@@ -326,6 +327,14 @@ def _controlled_on_gpus() -> dict[str, str]:
             "control_reward_fixed": span(row[reward] for runs in fixed.values() for row in runs.values())}
 
 
+def _lending() -> dict[str, str]:
+    """Kept requests, verl's lending of the trainer's device, and both: times plain verl's decoded tokens/s."""
+    plain = "plain staleness=2"
+    arms = {"keep": "keep staleness=2", "alone": f"{plain} dynamic=on", "both": "keep staleness=2 dynamic=on"}
+    return {f"lent_{name}": span(pair.ratio("decoded tokens/s") for pair in training_pairs((LENDING,), plain, arm))
+            for name, arm in arms.items()}
+
+
 def module_numbers() -> dict[str, str]:
     """Of each module alone on a CPU, and what else the table of modules says."""
     record = json.loads((RESULTS / CPU[0]).read_text())["measures"]
@@ -349,7 +358,7 @@ def module_numbers() -> dict[str, str]:
     return {**alone, **left_out, **shares, **less, **replayed.numbers(),
             **{f"control_{half}": spread(ratios) for half, ratios in control.items()},
             "control_runs": str(len(control["before"])), "control_v1": control_v1,
-            **_controlled_on_gpus(),
+            **_controlled_on_gpus(), **_lending(),
             "front": span([pair.overlay[cpu] for pair in pairs], 0),
             "front_plain": span([pair.plain[cpu] for pair in pairs], 0)}
 

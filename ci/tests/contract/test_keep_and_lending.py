@@ -343,7 +343,7 @@ def test_the_cache_of_a_hybrid_replica_is_freed(scene):
 
 
 async def waited(rollouter, running: bool, queue: list[int], count: int):
-    """What verl's wait for `count` samples answers, or None where it still waits; `queue`: its sizes, the last stays."""
+    """What verl's wait for `count` samples answers, None where it still waits; `queue`: its sizes, the last stays."""
     async def get_queue_size():
         return queue.pop(0) if len(queue) > 1 else queue[0]
 

@@ -12,8 +12,8 @@ HOOK = Hook(
     target=f"{_ROLLOUTER}.wait_for_enough_samples",
     process=("rollouter",),
     kind="wrap",
-    why="it waits without a deadline until the queue holds a share of a batch: a run whose data ends while the trainer's "
-        "replicas are lent never comes to its end (verl issue 7937)",
+    why="it waits without a deadline until the queue holds a share of a batch: a run whose data ends while the "
+        "trainer's replicas are lent never comes to its end (verl issue 7937)",
     remove_when="verl's wait_for_enough_samples returns once the rollouter has sent the end of the data",
     features=("observe",),
     relies_on=(f"{_ROLLOUTER}._streaming_generation_main",),
