@@ -219,12 +219,14 @@ def command(main: str, overrides: list[str]) -> list[str]:
 def slow_engine(step_ms: float) -> dict[str, str]:
     """What a run's environment needs so that an engine's step lasts `step_ms` longer: then replicas have a speed of
     their own although they share the cores."""
-    return {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "overlay", ROOT / "bench" / "slow_engine", ROOT))),
-            "SLOW_STEP_MS": str(step_ms)}
+    return {"PYTHONPATH": _path(ROOT / "overlay", ROOT / "bench" / "slow_engine", ROOT), "SLOW_STEP_MS": str(step_ms)}
+
+
+def _path(*ours: Path | str) -> str:
+    """PYTHONPATH with `ours` before what it is."""
+    return os.pathsep.join([*map(str, ours), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 
 
 def environment(overlay: str) -> dict[str, str]:
     """The environment of such a command; `overlay` is the directory that holds the package."""
-    ours = [overlay, *([str(ROOT)] if SHARED else [])]
-    paths = ours + [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": _path(overlay, *([ROOT] if SHARED else []))}

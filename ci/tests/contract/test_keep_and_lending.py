@@ -348,7 +348,8 @@ async def waited(rollouter, running: bool, queue: list[int], count: int):
         return queue.pop(0) if len(queue) > 1 else queue[0]
 
     vars(rollouter).update(running=running, message_queue_client=SimpleNamespace(get_queue_size=get_queue_size))
-    waiting = asyncio.ensure_future(rollouter.wait_for_enough_samples(count, poll_interval=STEP_S))
+    own = {"poll_interval": STEP_S} if running else {}  # verl's trainer gives none
+    waiting = asyncio.ensure_future(rollouter.wait_for_enough_samples(count, **own))
     done, _ = await asyncio.wait([waiting], timeout=50 * STEP_S)
     waiting.cancel()
     return waiting.result() if done else None
@@ -361,10 +362,9 @@ async def waited(rollouter, running: bool, queue: list[int], count: int):
     (True, [3], None),  # they may still come: nobody may stop this wait
     (False, [9], 9),  # enough of them, and the end
     (False, [1], 1)])  # the end alone: without the hook (the negative control) the trainer waits forever
-def test_the_wait_for_samples_ends_with_the_data(monkeypatch, hooked, running, queue, answer):
+def test_the_wait_for_samples_ends_with_the_data(hooked, running, queue, answer):
     from verl.experimental.fully_async_policy import fully_async_rollouter as rollouters
 
-    monkeypatch.setattr(lent_wait, "POLL_S", STEP_S)
     plain = rollouters.FullyAsyncRollouter.__ray_metadata__.modified_class
     kind = type("Rollouter", (plain,), {"wait_for_enough_samples": wrapped(lent_wait, plain.wait_for_enough_samples)
                                         if hooked else plain.wait_for_enough_samples})

@@ -20,7 +20,7 @@ class Outcome(_Word):
     FINISH = "finish"  # by itself, or at the budget
     PRUNE = "prune"
     YIELD = "yield"  # handed back at a boundary or by a rebalance: an attempt only
-    ABORT = "abort"  # by a weight sync: its client submits it again
+    ABORT = "abort"  # by a weight sync, or without a token by a rebalance: its client submits it again
     FAIL = "fail"  # no reward came of it
     CARRY = "carry"  # interrupted and handed back: it goes on later, perhaps under another worker
 

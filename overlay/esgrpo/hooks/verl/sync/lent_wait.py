@@ -5,7 +5,6 @@ from __future__ import annotations
 from esgrpo.engine import Hook
 
 _ROLLOUTER = "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter"
-POLL_S = 1.0  # as often as verl asks the queue
 
 HOOK = Hook(
     slug="lent-wait-ends-with-data",
@@ -25,13 +24,12 @@ async def around(call):
     import asyncio
 
     from esgrpo.errors import say
-    from esgrpo.hooks.verl.sync.lent_wait import POLL_S
 
-    rollouter, waiting = call.owner, asyncio.ensure_future(call())
+    rollouter, poll_s, waiting = call.owner, call.argument("poll_interval"), asyncio.ensure_future(call())
     try:
         while not waiting.done():
             over = not rollouter.running  # set after the end of the data went into the queue
-            await asyncio.wait([waiting], timeout=0 if over else POLL_S)
+            await asyncio.wait([waiting], timeout=0 if over else poll_s)
             if over and not waiting.done():
                 say("esgrpo: the data is at its end: the trainer takes its devices back with what the queue holds")
                 return await rollouter.message_queue_client.get_queue_size()
