@@ -28,9 +28,11 @@ SERVER, AGENT_LOOP = "vLLMHttpServer", "AgentLoopWorker"  # what Ray calls their
 # verl's own timers: a step without evaluations, and its parts; the weight sync's key has its prefix twice
 STEP_PARTS = {"": "step", ", wait for samples": "gen", ", update": "update_actor",
               ", weight sync": "timing_s/param_sync"}
+REWARDS = "first_rewards"  # among the curves of a run until they are compared; too many for a record
 PUSH = "critic/advantages/mean"  # of a token: below 0 more of them are pushed down than up
 DRIFT = "actor/ppo_kl"  # of the trained policy from the one of the old log-probs, nats a token; mean over an update
 DECISIONS = "decisions: "  # and the name of a module
+SAME_PROMPTS = "reward on later prompts, less that of {} on the same"
 RACE = re.compile(r"(time|samples) to ")
 WASTES = ("pruned", "zero_variance", "stale", "reprefill")
 
@@ -110,6 +112,21 @@ def with_equal_samples(found: dict[str, dict[int, dict]],
                    for seed, measures in seeds.items()} for name, seeds in found.items()}
 
 
+def with_same_prompts(found: dict[str, dict[int, dict]],
+                      rewards: dict[str, dict[int, dict[str, float]]]) -> dict[str, dict[int, dict]]:
+    """The measures, each run's with its reward on the prompts that the baseline had, too (`compare.on_same_prompts`).
+
+    rewards: arm -> seed -> `compare.first_rewards`.
+    """
+    base = baseline_of(list(found))
+    told = {name: {seed: dict(measures) for seed, measures in seeds.items()} for name, seeds in found.items()}
+    for name in [name for name in found if base and name != base]:
+        for seed in set(rewards[name]) & set(rewards[base]):
+            mean, error = compare.on_same_prompts(rewards[name][seed], rewards[base][seed]) or (None, None)
+            told[name][seed] |= {SAME_PROMPTS.format(base): mean, f"{SAME_PROMPTS.format(base)}, standard error": error}
+    return told
+
+
 def table(found: dict[str, dict[int, dict]]) -> list[list[str]]:
     """Rows of text, one per measure; `found` maps arm -> seed -> measures. Decisions stand under the ratios, so that no
     ratio is read without them."""
@@ -167,7 +184,7 @@ def run_one(label: str, overrides: list[str], run_dir: Path, budget: float, targ
         arm.run(label, overrides, run_dir, ROOT / "overlay", budget_s=budget, main=main, stop=stop, say=say,
                 environment=environment)
     result = compare.load(run_dir, target)
-    return measures(run_dir, result, targets), result.curves
+    return measures(run_dir, result, targets), {**result.curves, REWARDS: result.first_rewards}
 
 
 def run_side_by_side(pairs: list[tuple[str, int]], options, command) -> None:
@@ -214,7 +231,10 @@ def trainers(options) -> int:
 
 
 def report(found, curves, failed: list[str], options, arms: dict[str, list[str]] = ARMS) -> int:
-    found = with_equal_samples(found, curves)
+    rewards = {name: {seed: of.get(REWARDS, {}) for seed, of in seeds.items()} for name, seeds in curves.items()}
+    curves = {name: {seed: {key: value for key, value in of.items() if key != REWARDS} for seed, of in seeds.items()}
+              for name, seeds in curves.items()}
+    found = with_same_prompts(with_equal_samples(found, curves), rewards)
     rows = table({name: seeds for name, seeds in found.items() if seeds})
     notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",

@@ -80,6 +80,19 @@ def test_what_a_prompt_brought_at_its_last_visit_and_at_its_first():
     assert compare.visits_of([]) == compare.Visits(0, 0, None, None)
 
 
+def test_arms_are_compared_on_the_prompts_that_both_had():
+    def group(prompt, name, at, *scores):
+        return [{"prompt": prompt, "group": name, "started": at, "score": score} for score in scores]
+
+    rows = group("q", "1", 2.0, 1.0, 0.0) + group("p", "2", 1.0, 0.0) + group("q", "3", 5.0, 1.0) \
+        + [{"group": "of an older release", "started": 0.0}, *group("r", "4", 0.5, None)]
+    assert compare.first_rewards(rows) == {"p": 0.0, "q": 0.5}  # as they began, first groups, scored
+    plain = {"a": 1.0, "only plain": 1.0, "b": 0.5, "c": 0.0, "d": 0.25}
+    mean, error = compare.on_same_prompts({"d": 0.75, "only this": 1.0, "c": 0.25, "b": 0.0, "a": 0.0}, plain)
+    assert mean == pytest.approx((0.25 + 0.5) / 2) and error == pytest.approx(0.125)  # c and d, plain's later ones
+    assert compare.on_same_prompts({"a": 1.0, "b": 1.0}, plain) is None and compare.on_same_prompts({}, {}) is None
+
+
 def test_what_came_out_right_is_counted_of_what_was_trained():
     def row(tokens, ended, correct, **more):
         return {"tokens": tokens, "ended": ended, "correct": correct, "trained": True, "candidate": False, **more}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -220,6 +221,26 @@ def test_equal_samples_are_those_of_the_slowest_arm():
     assert found["plain"][2][at] == 0.3
 
 
+def test_rewards_on_the_same_prompts_are_measures_and_stay_out_of_a_record(tmp_path, monkeypatch):
+    found = {"C loops": {1: {"steps": 3}, 2: {}}, "plain": {1: {}}}
+    rewards = {"plain": {1: {"a": 0.0, "b": 0.5, "c": 0.0, "d": 0.5}},
+               "C loops": {1: {"d": 1.0, "c": 0.25}, 2: {"a": 0.0}}}
+    rewards["C loops"][1] |= {"a": 0.0, "b": 0.5}
+    at = "reward on later prompts, less that of plain on the same"
+    told = training.with_same_prompts(found, rewards)
+    assert told == {"C loops": {1: {"steps": 3, at: 0.375, f"{at}, standard error": pytest.approx(0.125)}, 2: {}},
+                    "plain": {1: {}}}
+    published = {}
+    monkeypatch.setattr(training, "publish", lambda _rows, _notes, _options, data: published.update(data) or 0)
+    monkeypatch.setattr(training, "device", lambda _options: "a device")
+    curves = {name: {seed: {"by_samples": [], training.REWARDS: of} for seed, of in seeds.items()}
+              for name, seeds in rewards.items()}
+    options = argparse.Namespace(task="lcm", seeds="1,2", budget=1.0, prompts=4, replicas=1, jobs=1, target=0.5)
+    training.report(found, curves, [], options)
+    assert published["measures"]["C loops"][1][at] == 0.375
+    assert published["curves"]["C loops"][1] == {"by_samples": []}
+
+
 def test_a_run_begins_with_the_files_that_it_is_brought(tmp_path, monkeypatch):
     (tmp_path / "history.json").write_text("warm")
     seen = []
@@ -227,7 +248,7 @@ def test_a_run_begins_with_the_files_that_it_is_brought(tmp_path, monkeypatch):
         ((run_dir / "own.json").read_text(), more["main"])))
     monkeypatch.setattr(training.compare, "load", lambda *_: None)
     monkeypatch.setattr(training, "measures", lambda *_: {})
-    monkeypatch.setattr(compare, "load", lambda *_: type("Result", (), {"curves": {}})())
+    monkeypatch.setattr(compare, "load", lambda *_: type("Result", (), {"curves": {}, "first_rewards": {}})())
     training.run_one("x", ["a"], tmp_path / "run", 1.0, 0.5, main=stack.MAIN_PPO,
                      brought={"own.json": tmp_path / "history.json"})
     assert seen == [("warm", stack.MAIN_PPO)]
