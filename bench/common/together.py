@@ -36,7 +36,8 @@ def gpu_of(number: int, runs: int, gpus: Sequence[str]) -> str:
 
 def _environment(folder: Path, number: int, turns: bool, gpu: str | None = None) -> dict[str, str]:
     paths = [str(ROOT / "overlay"), str(HELPER), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    own = {"TOGETHER_TURN": str(folder / "engine.lock")} if turns else {
+    # a comparison that is itself given a lock takes turns with others on the same GPU
+    own = {"TOGETHER_TURN": os.environ.get("TOGETHER_TURN", str(folder / "engine.lock"))} if turns else {
         "VLLM_CACHE_ROOT": str(folder / f"vllm-{number}")}  # what engines compile at once is not written at one place
     if gpu is not None:
         own["CUDA_VISIBLE_DEVICES"] = gpu
