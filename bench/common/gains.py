@@ -41,6 +41,9 @@ ALL_VERDICTS = "train_cpu_all_verdicts.json"  # everything on with and without t
 LENDING = "lending_cpu.json"  # kept requests, lent devices, both and neither, two seeds on two cores
 LONG_ALL_VERDICTS = "train_h100_all_verdicts.json"  # and with long answers beside plain verl, nine runs on two H100s
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
+# nine runs on two H200s, then six on one of two, with verl's other loss: the loop rule, and learned verdicts with it
+PRETRAINED_VERDICTS, ALIKE = "train_h200_smollm2_verdicts.json", "train_h200_smollm2_loss.json"
+BY_RESPONSES = "loss_agg_mode=seq-mean-token-mean"
 RATE = "train_h200_smollm2_rate.json"  # the same at 2.5 times the learning rate, two runs at once on one H200
 CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning rates, four runs at once on one H200
 # the same with eight times as many prompts, none of which came back; three pairs at once on two H100s
@@ -214,7 +217,7 @@ def _pretrained() -> dict[str, str]:
             "real_reward": spread(pair.overlay[last] for pair in pairs),
             "real_reward_plain": spread(pair.plain[last] for pair in pairs),
             "real_first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
-            **_rate(last), **_chain_sum(), **_fresh_prompts(first, last), **_filtered(last)}
+            **_rate(last), **_long_verdicts(), **_chain_sum(), **_fresh_prompts(first, last), **_filtered(last)}
 
 
 def _rate(last: str) -> dict[str, str]:
@@ -222,6 +225,15 @@ def _rate(last: str) -> dict[str, str]:
     plain, ours = _arms(RATE).values()
     return {"rate_end": f"{ours[last]:.2f}", "rate_end_plain": f"{plain[last]:.2f}",
             "rate_pruned": f"{ours['decisions: pruning']:,}"}
+
+
+def _long_verdicts() -> dict[str, str]:
+    """Of learned verdicts on long answers, with the loss by tokens, and with that by responses."""
+    per_group = "decoded tokens per group with gradient"
+    by_tokens = training_pairs((PRETRAINED_VERDICTS,), "plain", "C verdicts")
+    alike = training_pairs((ALIKE,), f"plain {BY_RESPONSES}", f"C verdicts {BY_RESPONSES}")
+    return {"lcm_tokens": spread(pair.ratio(per_group) for pair in by_tokens), "lcm_seeds": str(len(by_tokens)),
+            "lcm_tokens_alike": spread(pair.ratio(per_group) for pair in alike)}
 
 
 def _chain_sum() -> dict[str, str]:

@@ -49,7 +49,8 @@ def test_everything_on_is_what_ships():
 def test_replicas_reach_the_command(replicas, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(training, "prepare_data", lambda *_: None)
-    monkeypatch.setattr(training.compare, "load", lambda _run_dir, _target: argparse.Namespace(curves={}))
+    monkeypatch.setattr(training.compare, "load", lambda _run_dir, _target:
+                        argparse.Namespace(curves={}, first_rewards={}))
     monkeypatch.setattr(training, "measures", lambda *_: {"effective tokens/s": 1.0, "decoded tokens/s": 1.0})
     monkeypatch.setattr(training.arm, "run", lambda _name, overrides, run_dir, *_args, **_kwargs: started.append(
         (overrides, run_dir.name)))

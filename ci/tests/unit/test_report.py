@@ -459,3 +459,11 @@ def test_the_page_says_its_own_words_in_chinese_too(tmp_path):
             *[figure.title for block in (b for s in content.sections for b in s.blocks) for figure in block.figures]]
     assert [text for text in ours if in_chinese(text) == text] == []
     assert 'id="zh"' in pages(tmp_path)[0] and "奖励随墙钟时间的变化" in pages(tmp_path)[0]
+
+
+@pytest.mark.parametrize(("names", "base"), [
+    (["all", "plain"], "plain"), (["plain staleness=4", "plain", "plain staleness=1"], "plain"),
+    (["plain loss=pois", "C verdicts loss=pois"], "plain loss=pois"),
+    (["plain staleness=2", "plain staleness=2 dynamic=on"], None), (["es-grpo", "plainer"], None)])
+def test_arms_are_compared_with_plain_or_with_the_only_tuned_plain_one(names, base):
+    assert tables.baseline_of(names) == base

@@ -59,7 +59,10 @@ def near_one(ratio: float) -> str:
 
 
 def baseline_of(names: Iterable[str]) -> str | None:
-    return next((name for name in BASELINES if name in set(names)), None)
+    """The arm that others are compared with; plain verl with values of its own where no other plain one is there."""
+    names = list(names)
+    own = [name for name in names if name.startswith("plain ")]
+    return next((name for name in BASELINES if name in names), own[0] if len(own) == 1 else None)
 
 
 def ratios(measures: dict[str, dict[str, dict]], arm: str, key: str) -> list[float]:
