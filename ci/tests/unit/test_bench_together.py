@@ -18,7 +18,7 @@ from bench.common import ROOT, stack, together
 
 FAKE = '''
 import json, os, pathlib, sys, time
-name, delay, code = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+name, delay, code, lasts = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 time.sleep(delay)
 if code:
     sys.exit(code)
@@ -27,7 +27,9 @@ pathlib.Path(gate + ".at").touch()
 begun = time.time()
 while os.path.exists(gate):
     time.sleep(0.02)
-print(json.dumps({"came": begun, "went": time.time()}), flush=True)
+went = time.time()
+time.sleep(lasts)
+print(json.dumps({"came": begun, "went": went, "ended": time.time()}), flush=True)
 '''
 
 
@@ -36,11 +38,11 @@ def fake(tmp_path, monkeypatch):
     (tmp_path / "fake_run.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(together, "POLL_S", 0.02)
-    return lambda name, delay=0.0, code=0: ["fake_run", name, str(delay), str(code)]
+    return lambda name, delay=0.0, code=0, lasts=0.0: ["fake_run", name, str(delay), str(code), str(lasts)]
 
 
 def _said(out: Path, number: int) -> dict:
-    return json.loads((out / f"together-{number}.log").read_text())
+    return json.loads((out / together.LOGS.replace("*", str(number))).read_text())
 
 
 def test_the_first_waits_for_the_last_and_nobody_for_one_that_failed(fake, tmp_path):
@@ -52,6 +54,14 @@ def test_the_first_waits_for_the_last_and_nobody_for_one_that_failed(fake, tmp_p
 def test_who_is_there_goes_when_the_limit_is_over(fake, tmp_path):
     together.run({"early": fake("early"), "late": fake("late", 1.5)}, tmp_path / "out", limit_s=0.3)
     assert _said(tmp_path / "out", 0)["went"] < _said(tmp_path / "out", 1)["came"]
+
+
+def test_each_begins_once_the_one_before_has_ended_and_starts_before_that(fake, tmp_path):
+    together.one_by_one({"first": fake("first", 0.1, lasts=0.6), "lost": fake("lost", code=3),
+                         "next": fake("next", 0.1, lasts=0.3), "last": fake("last", 0.1)}, tmp_path / "out")
+    first, following, last = (_said(tmp_path / "out", number) for number in (0, 2, 3))
+    assert following["came"] < first["ended"] <= following["went"]  # it held nobody that the second was lost
+    assert last["came"] < following["ended"] <= last["went"]
 
 
 def test_interrupted_it_leaves_no_run_behind(fake, tmp_path, monkeypatch):
@@ -140,8 +150,7 @@ def test_engines_measure_the_memory_of_a_gpu_one_after_the_other(helper):
 @pytest.mark.parametrize("turns", [True, False])
 def test_engines_that_were_told_their_memory_start_at_once_and_compile_apart(tmp_path, monkeypatch, turns):
     monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
-    first, second = (together._environment(tmp_path, number, turns) for number in range(2))
-    assert first["TOGETHER_GATE"] != second["TOGETHER_GATE"]
+    first, second = (together._apart(tmp_path, number, turns) for number in range(2))
     lock, caches = first.get("TOGETHER_TURN"), {one.get("VLLM_CACHE_ROOT") for one in (first, second)}
     assert lock == second.get("TOGETHER_TURN") and (lock is not None) is turns
     assert caches == {None} if turns else len(caches) == 2
@@ -151,7 +160,7 @@ def test_engines_that_were_told_their_memory_start_at_once_and_compile_apart(tmp
     (6, ["0", "1"], "000111"), (4, ["2", "5", "7"], "2257"), (2, ["3"], "33")])
 def test_runs_that_share_a_gpu_are_spread_over_those_there_are(tmp_path, runs, gpus, each):
     assert "".join(together.gpu_of(number, runs, gpus) for number in range(runs)) == each
-    assert together._environment(tmp_path, 0, False, gpus[0])["CUDA_VISIBLE_DEVICES"] == gpus[0]
+    assert together._apart(tmp_path, 0, False, gpus[0])["CUDA_VISIBLE_DEVICES"] == gpus[0]
 
 
 @pytest.mark.parametrize("visible, found", [("1,3", ["1", "3"]), ("0,0,0", ["0"])])
@@ -186,3 +195,28 @@ def test_all_runs_share_the_room_for_engines_and_one_that_failed_is_not_run_alon
     alone = train.overrides(options, 2, tmp_path, tmp_path, "overlay")
     assert alone == train.overrides(train.parse(argv), 2, tmp_path, tmp_path, "overlay")
     assert alone[-1] == "actor_rollout_ref.rollout.gpu_memory_utilization=0.175"
+
+
+def test_a_run_that_is_started_ahead_is_the_one_that_is_read_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setattr(stack, "DEVICE", "cuda")
+    monkeypatch.setattr(stack, "engine_room", lambda share, told: [share, told])
+    asked = {}
+    monkeypatch.setattr(together, "one_by_one", lambda commands, out: asked.update(commands))
+    monkeypatch.setattr(train, "prepare", lambda options, seeds: {seed: tmp_path for seed in seeds})
+    monkeypatch.setattr(train.training, "report", lambda found, curves, failed, options, arms: len(failed))
+    argv = ["--start-ahead", "--arms", "plain,overlay", "--seeds", "1,2", "--out", str(tmp_path), "--model",
+            str(tmp_path), "--engine-memory", "0.1"]
+    assert train.main(argv) == 4  # none of them left a run
+    assert list(asked) == ["plain seed 1", "overlay seed 1", "overlay seed 2", "plain seed 2"]
+    options = train.parse(asked["overlay seed 2"][1:])
+    assert options.arms == "overlay" and options.seeds == "2" and not options.apart
+    alone = train.overrides(options, 2, tmp_path, tmp_path, "overlay")
+    assert alone == train.overrides(train.parse(argv), 2, tmp_path, tmp_path, "overlay")
+    assert alone[-2:] == [0.1, True]
+
+
+@pytest.mark.parametrize("more", [["--together"], ["--budget", "5000"]])
+def test_what_cannot_be_started_ahead_is_refused(tmp_path, capsys, more):
+    with pytest.raises(SystemExit):
+        train.parse(["--start-ahead", "--model", str(tmp_path), *more])
+    assert "--start-ahead: not with --together" in capsys.readouterr().err
