@@ -18,17 +18,23 @@ from bench.common import ROOT, stack, together
 
 FAKE = '''
 import json, os, pathlib, sys, time
-name, delay, code, lasts = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-time.sleep(delay)
+name, code, after, until = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+here, gate = pathlib.Path(__file__).parent, os.environ["TOGETHER_GATE"]
+def wait(sign):
+    limit = time.time() + 30
+    while sign and not (here / sign).exists() and time.time() < limit:
+        time.sleep(0.02)
+wait(after)
 if code:
     sys.exit(code)
-gate = os.environ["TOGETHER_GATE"]
 pathlib.Path(gate + ".at").touch()
 begun = time.time()
+(here / f"{name}.came").touch()
 while os.path.exists(gate):
     time.sleep(0.02)
 went = time.time()
-time.sleep(lasts)
+(here / f"{name}.went").touch()
+wait(until)
 print(json.dumps({"came": begun, "went": went, "ended": time.time()}), flush=True)
 '''
 
@@ -38,7 +44,7 @@ def fake(tmp_path, monkeypatch):
     (tmp_path / "fake_run.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(together, "POLL_S", 0.02)
-    return lambda name, delay=0.0, code=0, lasts=0.0: ["fake_run", name, str(delay), str(code), str(lasts)]
+    return lambda name, after="", code=0, until="": ["fake_run", name, str(code), after, until]
 
 
 def _said(out: Path, number: int) -> dict:
@@ -46,19 +52,20 @@ def _said(out: Path, number: int) -> dict:
 
 
 def test_the_first_waits_for_the_last_and_nobody_for_one_that_failed(fake, tmp_path):
-    together.run({"early": fake("early"), "late": fake("late", 0.6), "lost": fake("lost", code=3)}, tmp_path / "out")
+    together.run({"early": fake("early"), "late": fake("late", "early.came"), "lost": fake("lost", code=3)},
+                 tmp_path / "out")
     early, late = _said(tmp_path / "out", 0), _said(tmp_path / "out", 1)
     assert early["came"] < late["came"] <= early["went"]
 
 
 def test_who_is_there_goes_when_the_limit_is_over(fake, tmp_path):
-    together.run({"early": fake("early"), "late": fake("late", 1.5)}, tmp_path / "out", limit_s=0.3)
+    together.run({"early": fake("early"), "late": fake("late", "early.went")}, tmp_path / "out", limit_s=0.3)
     assert _said(tmp_path / "out", 0)["went"] < _said(tmp_path / "out", 1)["came"]
 
 
 def test_each_begins_once_the_one_before_has_ended_and_starts_before_that(fake, tmp_path):
-    together.one_by_one({"first": fake("first", 0.1, lasts=0.6), "lost": fake("lost", code=3),
-                         "next": fake("next", 0.1, lasts=0.3), "last": fake("last", 0.1)}, tmp_path / "out")
+    together.one_by_one({"first": fake("first", until="next.came"), "lost": fake("lost", code=3),
+                         "next": fake("next", until="last.came"), "last": fake("last")}, tmp_path / "out")
     first, following, last = (_said(tmp_path / "out", number) for number in (0, 2, 3))
     assert following["came"] < first["ended"] <= following["went"]  # it held nobody that the second was lost
     assert last["came"] < following["ended"] <= last["went"]
@@ -77,7 +84,7 @@ def test_interrupted_it_leaves_no_run_behind(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(together, "subprocess", SimpleNamespace(Popen=started, STDOUT=-2, DEVNULL=-3))
     monkeypatch.setattr(together, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
     with pytest.raises(KeyboardInterrupt):
-        together.run({"one": fake("one"), "two": fake("two", 60)}, tmp_path / "out")
+        together.run({"one": fake("one"), "two": fake("two", "never")}, tmp_path / "out")
     assert len(children) == 2 and all(child.returncode is not None for child in children)
 
 
