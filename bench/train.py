@@ -20,7 +20,8 @@ On two H100s and 32 cores six runs of SmolLM2 began after six to seven minutes; 
 Of the testbed at its cap three took 62 GB of an H100 (--micro-batch 2), of four, with 73 to 81 GB, one ran out of it;
 with --micro-batch 1 five took 55 GB.
 
---start-ahead runs them one after the other, each alone on its GPUs but for the start of the next one.
+--start-ahead runs them one after the other, each alone on its GPUs but for the start of the next one (--start-ahead 3:
+of the next three, where a start is longer than a measurement).
 
 A finished run is not run again; --scale small is the testbed as it is, for a look on a CPU.
 """
@@ -54,7 +55,7 @@ def overrides(options, seed: int, data: Path, run_dir: Path, text: str) -> list[
     arm = arm_of(options, text)
     warm = modules.switches(f"history.path={run_dir / WARM_HISTORY}") if arm.warm else []
     share = options.engine_memory
-    room = stack.engine_room(share, stack.SHARED or options.start_ahead) if share else []
+    room = stack.engine_room(share, stack.SHARED or options.start_ahead > 0) if share else []
     return [*scales.shared(options, seed, data, run_dir, arm), *modules.with_left_out(options.segment)[arm.module],
             *warm, *arm.overrides(), *room]
 
@@ -116,8 +117,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help=f"{SMOLLM2}: folder with the wheels, where there is no network")
     parser.add_argument("--sft-steps", type=int, help="of the testbed model's training, instead of the scale's")
     parser.add_argument("--together", action="store_true", help="all arms and seeds at once on the same GPUs")
-    parser.add_argument("--start-ahead", action="store_true", help="a run starts up while the one before it is "
-                                                                   "measured, and begins once that one has ended")
+    parser.add_argument("--start-ahead", type=int, nargs="?", const=1, default=0, metavar="RUNS",
+                        help="so many runs (default: 1) start up while the one before them is measured; each begins "
+                             "once those before it have ended")
     parser.add_argument("--engine-memory", type=float, help="share of a GPU for vLLM; default: 0.3, of --together "
                                                             f"{together.ENGINE_MEMORY} over the number of runs, on a "
                                                             f"shared GPU {together.SHARED_MEMORY}")
@@ -157,9 +159,11 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
                  "micro_batch"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted a number above 0")
-    if options.start_ahead and (options.together or options.budget > together.AHEAD_LIMIT_S):
-        parser.error(f"--start-ahead: not with --together, and a budget of at most {together.AHEAD_LIMIT_S:.0f} s: the "
-                     "next run waits that long")
+    if options.start_ahead < 0:
+        parser.error(f"--start-ahead {options.start_ahead}: wanted a number of runs")
+    if options.start_ahead and (options.together or options.start_ahead * options.budget > together.AHEAD_LIMIT_S):
+        parser.error(f"--start-ahead {options.start_ahead}: not with --together, and budgets of at most "
+                     f"{together.AHEAD_LIMIT_S:.0f} s in all before the last of them: it waits that long")
     if options.step_ms is not None and options.step_ms <= 0:
         parser.error(f"--step-ms {options.step_ms}: wanted a number above 0")
     if options.step_ms and (options.together or options.start_ahead):
@@ -169,10 +173,10 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
     if not 2 <= options.segment <= options.cap:
         parser.error(f"--segment {options.segment}: wanted from 2 to the cap of {options.cap} tokens")
     runs = len(options.arms.split(",")) * len(options.seeds.split(","))
-    options.apart = options.together or options.start_ahead and runs > 1  # each run is a command of its own
+    options.apart = options.together or options.start_ahead > 0 and runs > 1  # each run is a command of its own
     options.cores, options.jobs = os.cpu_count(), runs if options.together else 1  # what bench.ablation also records
     if options.engine_memory is None and stack.DEVICE != "cpu" and (options.apart or stack.SHARED):
-        at_once = runs if options.together else 2 if options.apart else 1
+        at_once = runs if options.together else 1 + min(options.start_ahead, runs - 1)
         on_one = -(-at_once // max(1, len(stack.gpus()))) if stack.SHARED else at_once
         options.engine_memory = together.engine_memory(on_one, stack.SHARED)
     if options.engine_memory is not None and not 0 < options.engine_memory < 1:
@@ -188,7 +192,7 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
                         "one for each"] if stack.SHARED else []),
                      *([f"every engine step lasts {options.step_ms:g} ms longer (bench/slow_engine)"]
                        if options.step_ms else []),
-                     *(["one run after the other, each alone but for the start of the next one"]
+                     *([f"one run after the other, each alone but for the start of the next {options.start_ahead}"]
                        if options.start_ahead else []),
                      *([f"{runs} runs side by side on the same devices, let go together: their speeds are those of a "
                         "crowded machine"] if options.together else [])]
@@ -239,7 +243,7 @@ def run_apart(options, argv: list[str], names: list[str], seeds: list[int]) -> N
     commands = {f"{name} seed {seed}": ["bench.train", *shared, *room, f"--arms={name}", f"--seeds={seed}",
                                         f"--results={os.devnull}"] for name, seed in order}
     if options.start_ahead:
-        together.one_by_one(commands, options.out)
+        together.one_by_one(commands, options.out, options.start_ahead)
     else:
         together.run(commands, options.out,
                      turns=not stack.SHARED,  # on a shared GPU engines are told their memory

@@ -1,5 +1,5 @@
 """Runs that start side by side on the same devices, and are let go together once each of them could begin, or one after
-the other, each of which starts up while the one before it is measured.
+the other, which start up while those before them are measured.
 
 Where a trainer and its rollout share a GPU, the runs are spread over the GPUs that there are, neighbours together.
 """
@@ -24,7 +24,7 @@ SHARED_MEMORY = 0.4  # the same where the trainers are on that GPU, too
 HELPER = ROOT / "bench" / "together"
 POLL_S, PROGRESS_S = 0.5, 15.0
 LIMIT_S = 0.8 * STARTUP_LIMIT_S  # for all to be there: who was there first is not ready before its gate is open
-AHEAD_LIMIT_S = STARTUP_LIMIT_S / 2  # the longest run before which another one starts: it waits, and is not ready
+AHEAD_LIMIT_S = STARTUP_LIMIT_S / 2  # of measurement before a run that has started: it waits, and is not ready
 LOGS = "beside-*.log"  # one of each run
 
 
@@ -119,21 +119,28 @@ def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S, tur
                     gate.unlink(missing_ok=True)
 
 
-def one_by_one(commands: dict[str, list[str]], out: Path) -> None:
-    """Each command (label -> arguments of python -m) to its end, alone but for the start of the next one.
+def one_by_one(commands: dict[str, list[str]], out: Path, ahead: int = 1) -> None:
+    """Each command (label -> arguments of python -m) to its end, alone but for the starts of the `ahead` next ones.
 
-    The next one waits at its gate until the one before it has ended; one that ends before it is there holds nobody.
+    They wait at their gates until those before them have ended; one that ends before it is there holds nobody.
     """
     out.mkdir(parents=True, exist_ok=True)
     children: dict[str, subprocess.Popen] = {}
     with tempfile.TemporaryDirectory(prefix="one-by-one-") as name, _ended_in_the_end(children):
         gates = {label: Path(name, f"gate-{number}") for number, label in enumerate(commands)}
         logs = {label: out / LOGS.replace("*", str(number)) for number, label in enumerate(commands)}
-        for label, command in commands.items():
-            children[label] = _start(command, gates[label], logs[label], {})
+
+        def begun() -> Iterator[int]:
+            """How many there are, after the first of them was let go if it is there."""
             for running in _watching(children, logs):
-                if label not in running or running == [label] and _there(gates[label]):
+                if _there(gates[running[0]]):
+                    gates[running[0]].unlink(missing_ok=True)
+                yield len(running)
+
+        for label, command in commands.items():
+            children[label] = _start(command, gates[label], logs[label], _apart(Path(name), len(children), turns=False))
+            for count in begun():
+                if count <= ahead:
                     break
-            gates[label].unlink()
-        for _ in _watching(children, logs):
+        for _ in begun():
             pass

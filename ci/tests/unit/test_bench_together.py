@@ -71,6 +71,14 @@ def test_each_begins_once_the_one_before_has_ended_and_starts_before_that(fake, 
     assert last["came"] < following["ended"] <= last["went"]
 
 
+def test_several_start_ahead_of_the_one_that_is_measured(fake, tmp_path):
+    together.one_by_one({"first": fake("first", until="third.came"), "second": fake("second"),
+                         "third": fake("third", until="last.came"), "last": fake("last")}, tmp_path / "out", ahead=2)
+    first, second, third, last = (_said(tmp_path / "out", number) for number in range(4))
+    assert third["came"] < first["ended"] <= second["went"] < second["ended"] <= third["went"]
+    assert last["came"] < third["ended"] <= last["went"]
+
+
 def test_interrupted_it_leaves_no_run_behind(fake, tmp_path, monkeypatch):
     children, popen = [], together.subprocess.Popen
 
@@ -208,7 +216,7 @@ def test_a_run_that_is_started_ahead_is_the_one_that_is_read_afterwards(tmp_path
     monkeypatch.setattr(stack, "DEVICE", "cuda")
     monkeypatch.setattr(stack, "engine_room", lambda share, told: [share, told])
     asked = {}
-    monkeypatch.setattr(together, "one_by_one", lambda commands, out: asked.update(commands))
+    monkeypatch.setattr(together, "one_by_one", lambda commands, out, ahead: asked.update(commands))
     monkeypatch.setattr(train, "prepare", lambda options, seeds: {seed: tmp_path for seed in seeds})
     monkeypatch.setattr(train.training, "report", lambda found, curves, failed, options, arms: len(failed))
     argv = ["--start-ahead", "--arms", "plain,overlay", "--seeds", "1,2", "--out", str(tmp_path), "--model",
@@ -222,8 +230,8 @@ def test_a_run_that_is_started_ahead_is_the_one_that_is_read_afterwards(tmp_path
     assert alone[-2:] == [0.1, True]
 
 
-@pytest.mark.parametrize("more", [["--together"], ["--budget", "5000"]])
+@pytest.mark.parametrize("more", [["--together"], ["--budget", "5000"], ["--start-ahead", "2", "--budget", "240"]])
 def test_what_cannot_be_started_ahead_is_refused(tmp_path, capsys, more):
     with pytest.raises(SystemExit):
         train.parse(["--start-ahead", "--model", str(tmp_path), *more])
-    assert "--start-ahead: not with --together" in capsys.readouterr().err
+    assert "not with --together, and budgets of at most 450 s" in capsys.readouterr().err
