@@ -100,7 +100,13 @@ def test_only_a_run_that_ended_well_is_not_run_again(tmp_path, record, done):
 
 def test_runs_side_by_side_have_cores_of_their_own_and_each_runs_once(tmp_path, monkeypatch):
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/bash\necho "$4 $6 $(taskset -pc $$ | sed "s/.*: //")" >> {tmp_path}/seen\nsleep 0.2\n')
+    python.write_text(f"""#!/bin/bash
+        echo "$4 $6 $(taskset -pc $$ | sed "s/.*: //")" >> {tmp_path}/seen
+        for poll in $(seq 1500); do  # the first waits for the second: a crowded machine may start them far apart
+            [ "$(wc -l < {tmp_path}/seen)" -ge 2 ] && break
+            sleep 0.02
+        done
+        """)
     python.chmod(0o755)
     monkeypatch.setattr(training.sys, "executable", str(python))
     monkeypatch.setattr(training, "POLL_S", 0.05)
