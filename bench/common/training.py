@@ -25,9 +25,10 @@ from esgrpo.tools.report.tables import baseline_of, ratios, spread
 TRAINING_PROMPTS = 64  # eight weight versions an epoch
 POLL_S = 1.0
 SERVER, AGENT_LOOP = "vLLMHttpServer", "AgentLoopWorker"  # what Ray calls their processes
-# verl's own timers: a step without evaluations, and its parts; the weight sync's key has its prefix twice
-STEP_PARTS = {"": "step", ", wait for samples": "gen", ", update": "update_actor",
-              ", weight sync": "timing_s/param_sync"}
+# verl's own timers: a step without evaluations, and its parts; it waits in the second one while the trainer's GPUs are
+# lent. The weight sync's key has its prefix twice
+STEP_PARTS = {"": ("step",), ", wait for samples": ("gen", "wait_for_enough_samples"), ", update": ("update_actor",),
+              ", weight sync": ("timing_s/param_sync",)}
 REWARDS = "first_rewards"  # among the curves of a run until they are compared; too many for a record
 PUSH = "critic/advantages/mean"  # of a token: below 0 more of them are pushed down than up
 DRIFT = "actor/ppo_kl"  # of the trained policy from the one of the old log-probs, nats a token; mean over an update
@@ -48,6 +49,11 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         values = [m[key] for m in metrics if key in m]
         return statistics.mean(values) if values else None
 
+    def seconds(timers):
+        """Of a step, the timers that there are."""
+        found = [value for value in (mean(f"timing_s/{timer}") for timer in timers) if value is not None]
+        return sum(found) if found else None
+
     late = [reward for at, reward in result.evaluations if at > result.seconds / 2]
     drifts = [m[DRIFT] for m in metrics if DRIFT in m]
     cpu = json.loads((run_dir / "arm.json").read_text()).get("cpu_s", {})
@@ -58,7 +64,7 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
     bias = [v for m in metrics[-1:] for k, v in m.items() if k.startswith("esgrpo/length_bias/")]
     return {
         "step time, s": result.seconds / result.steps if result.steps else None,
-        **{f"verl's step{name}, s": mean(f"timing_s/{key}") for name, key in STEP_PARTS.items()},
+        **{f"verl's step{name}, s": seconds(timers) for name, timers in STEP_PARTS.items()},
         "bubble rate": result.bubble["bubble_rate"],
         "decoded tokens/s": result.decoded / result.seconds,
         "effective tokens/s": result.balance["trained"] / result.seconds,

@@ -69,6 +69,16 @@ def test_a_step_of_the_trainer_is_accounted_for(run_dir):
         assert sum(event["spent"].values()) == pytest.approx(event["seconds"])
 
 
+@pytest.mark.hook("stop-after-step")
+def test_a_trainer_whose_gpus_are_lent_waits(run_dir):
+    made = trainer(stop_after_step)
+    assert f'marked_timer("{loop_events.LENT_WAIT}"' in inspect.getsource(type(made).fit_step)
+    made.timing_raw |= {loop_events.LENT_WAIT: 2.5, "step": 12.5}
+    made._fit_postprocess_step()
+    event, = records.read(run_dir, "events")
+    assert event["spent"] == pytest.approx({"wait": 6.5, "sync": 1.5, "train": 4.0, "validation": 0.0, "other": 0.5})
+
+
 def rollouter(code):
     """verl's rollouter at a weight version: 10 s of which it had nothing in flight for 2."""
     module = pytest.importorskip("verl.experimental.fully_async_policy.fully_async_rollouter")

@@ -21,6 +21,7 @@ SIGNALS = {"loss": ("actor/pg_loss", "actor/loss"), "grad_norm": ("actor/grad_no
 V1_TRAINS = ("reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")  # verl's timers
 V1_SYNCS = ("update_weights", "switch_to_rollout", "switch_to_trainer")
 V1_WAITS = ("gen", "switch_wait")  # the latter while the trainer's replicas are lent to rollout
+LENT_WAIT = "wait_for_enough_samples"  # fully async: verl's timer of the same
 _trained: list[Mapping] = []  # rows of the batch in hand
 _untold: dict[str, float] = {}  # metrics that came after verl had logged their step
 
@@ -125,7 +126,8 @@ def of_trainer(trainer) -> None:
     steps.ended = now
     synced = trainer.local_trigger_step == 1
     spent = accounting.spent_on(now - start, {
-        "wait": metrics.get("fully_async/total_wait_time"), "sync": timing.get("timing_s/param_sync"),
+        "wait": metrics.get("fully_async/total_wait_time", 0.0) + timing.get(LENT_WAIT, 0.0),
+        "sync": timing.get("timing_s/param_sync"),
         "train": sum(timing.get(key, 0.0) for key in getattr(trainer, "_TRAIN_COMPUTE_TIMING_KEYS", ())),
         "validation": now - start - timing.get("step", now - start)}, "other")
     event = LoopEvent(
