@@ -39,6 +39,8 @@ PARTS, LEFT_OUT = "train_h200_parts.json", "train_h200_left_out.json"
 VERDICTS = "train_h100_verdicts.json"  # three arms, three seeds, nine runs at once on two H100s
 ALL_VERDICTS = "train_cpu_all_verdicts.json"  # everything on with and without them, three seeds on two cores
 LENDING = "lending_cpu.json"  # kept requests, lent devices, both and neither, two seeds on two cores
+LENDING_SLOWER = "lending_cpu_slower.json"  # where the trainer hardly waits
+LENDING_GPU = "lending_h200.json"  # the same on two H200s, of neither one seed
 LONG_ALL_VERDICTS = "train_h100_all_verdicts.json"  # and with long answers beside plain verl, nine runs on two H100s
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
 # nine runs on two H200s, then six on one of two, with verl's other loss: the loop rule, and learned verdicts with it
@@ -340,11 +342,17 @@ def _controlled_on_gpus() -> dict[str, str]:
 
 
 def _lending() -> dict[str, str]:
-    """Kept requests, verl's lending of the trainer's device, and both: times plain verl's decoded tokens/s."""
+    """Kept requests, verl's lending of the trainer's device, and both: times plain verl's decoded tokens/s on CPUs; on
+    GPUs both together times lending alone."""
+    def times(record: str, plain: str, arm: str) -> str:
+        return span(pair.ratio("decoded tokens/s") for pair in training_pairs((record,), plain, arm))
+
     plain = "plain staleness=2"
     arms = {"keep": "keep staleness=2", "alone": f"{plain} dynamic=on", "both": "keep staleness=2 dynamic=on"}
-    return {f"lent_{name}": span(pair.ratio("decoded tokens/s") for pair in training_pairs((LENDING,), plain, arm))
-            for name, arm in arms.items()}
+    lent = "{} staleness=1 steps=2 dynamic=on"
+    return {**{f"{kind}_{name}": times(record, plain, arm) for name, arm in arms.items()
+               for kind, record in (("lent", LENDING), ("busy", LENDING_SLOWER))},
+            "lent_gpu": times(LENDING_GPU, lent.format("plain"), lent.format("keep"))}
 
 
 def module_numbers() -> dict[str, str]:
