@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import ROOT, replayed
+from bench.common import ROOT
 from esgrpo import compat
 
 RESULTS = ROOT / "bench" / "results"
@@ -26,7 +25,6 @@ CPU = ("ablation_search.json", "ablation_chain.json")
 # records of overlap control: names of its fixed settings; the second without learning, the third of a later controller
 OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json", "overlap_cpu_third_seed.json"),
                         ("fixed 8, 0.5", "fixed 24, 2"))
-OVERLAP_V1 = dict.fromkeys(("overlap_cpu_v1.json", "overlap_cpu_v1_two_seeds.json"), ("fixed 0.5", "fixed 2"))
 OVERLAP_GPU = "train_h100_overlap_cured.json"  # two starts beside two fixed settings, eight runs at once on two H100s
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
 # memory for about half of what would run; rivals with headroom, too; four updates, and eight
@@ -34,24 +32,18 @@ SEVEN_B = "engine_h200_7b.jsonl"
 SEVEN_B_EIGHT = ("engine_h200_7b_three_seeds.jsonl", "engine_h200_7b_eight_updates.jsonl")
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
-# five and six arms at once on two H200s, longer than TRAINING
+OVERLAP_SIMULATED, LOOPS_CORPUS = "overlap_simulated.json", "loops_corpus.json"
+# five and six arms at once on two H200s, longer than TRAINING: the figure's
 PARTS, LEFT_OUT = "train_h200_parts.json", "train_h200_left_out.json"
-VERDICTS = "train_h100_verdicts.json"  # three arms, three seeds, nine runs at once on two H100s
-ALL_VERDICTS = "train_cpu_all_verdicts.json"  # everything on with and without them, three seeds on two cores
-LENDING = "lending_cpu.json"  # kept requests, lent devices, both and neither, two seeds on two cores
-LENDING_SLOWER = "lending_cpu_slower.json"  # where the trainer hardly waits
-LENDING_GPU = "lending_h200.json"  # the same on two H200s, of neither one seed
-LONG_ALL_VERDICTS = "train_h100_all_verdicts.json"  # and with long answers beside plain verl, nine runs on two H100s
+LOOPS = "train_h100_verdicts.json"  # plain and the loop rule alone, three seeds
+LENDING = "lending_h200.json"  # kept requests, a lent device, both and neither, two seeds on two H200s
+ALL_VERDICTS = "train_h100_all_verdicts.json"  # plain, everything on without them and with them, nine runs at once
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
-# nine runs on two H200s, then six on one of two, with verl's other loss: the loop rule, and learned verdicts with it
-PRETRAINED_VERDICTS, ALIKE = "train_h200_smollm2_verdicts.json", "train_h200_smollm2_loss.json"
-BY_RESPONSES = "loss_agg_mode=seq-mean-token-mean"
-RATE = "train_h200_smollm2_rate.json"  # the same at 2.5 times the learning rate, two runs at once on one H200
 CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning rates, four runs at once on one H200
 # the same with eight times as many prompts, none of which came back; three pairs at once on two H100s
 FRESH_PROMPTS = "train_h100_smollm2_chain_sum.json"
-# and four arms at once there, the sampler left out and the group filter added, eight runs; the filter on a CPU
-SAMPLER_OUT, FILTER_CPU = "train_h100_smollm2_left_out.json", "ablation_filter_all.json"
+# and with the group filter, eight runs; the filter on a CPU
+FILTER, FILTER_CPU = "train_h100_smollm2_left_out.json", "ablation_filter_all.json"
 ENGLISH, CHINESE = "en", "zh"
 DPI = 130
 
@@ -136,8 +128,7 @@ def _seven_b() -> dict[str, str]:
             "runs8": str(len({found[ours]["seed"] for found in eight})),
             "stale7": f"{min(stale):.0%} … {max(stale):.0%}",
             "preempted": span(of(ours, lambda run: run["preemptions"], four), 0),
-            "preempted_without": span(of("es-grpo", lambda run: run["preemptions"], four), 0),
-            "kept7": span(of(ours, lambda run: run["decisions"]["keep"], four + eight), 0)}
+            "preempted_without": span(of("es-grpo", lambda run: run["preemptions"], four), 0)}
 
 
 def _simulated(setting: str, policy: str = "es-grpo") -> dict:
@@ -163,123 +154,54 @@ def _arms(name: str) -> dict[str, dict]:
     return {arm: next(iter(seeds.values())) for arm, seeds in record["measures"].items()}
 
 
-def _parts() -> dict[str, str]:
-    """Of the longer runs: where each arm's held-out reward ends, and effective tokens/s as a ratio."""
-    parts, left_out = _arms(PARTS), _arms(LEFT_OUT)
-
-    def times(arms: dict[str, dict], name: str, base: str = "plain", key: str = "effective tokens/s") -> str:
-        return f"{arms[name][key] / arms[base][key]:.2f}"
-
-    def both(name: str) -> str:
-        return " / ".join(f"{arms[name]['held-out reward, last']:.2f}" for arms in (parts, left_out))
-
-    def end(arms: dict[str, dict], name: str) -> str:
-        return f"{arms[name]['held-out reward, last']:.2f}"
-
-    return {"long": both("overlay"), "long_plain": both("plain"),
-            "long_useful": " / ".join(times(arms, "overlay", key=USEFUL) for arms in (parts, left_out)),
-            "long_no_sampler": end(left_out, "all without sampler"),
-            "long_all": end(left_out, "overlay"), "all_times": times(left_out, "overlay"),
-            "no_keep_times": times(left_out, "all without keep")}
+def _kept() -> dict[str, str]:
+    """Effective tokens/s of everything on, and of the same without kept requests, as a ratio to plain's."""
+    arms = _arms(LEFT_OUT)
+    return {name: f"{arms[arm]['effective tokens/s'] / arms['plain']['effective tokens/s']:.2f}"
+            for name, arm in (("all_times", "overlay"), ("no_keep_times", "all without keep"))}
 
 
 def _verdicts() -> dict[str, str]:
-    """Of the runs with learned verdicts beside those with the loop rule alone, and of these beside plain ones."""
-    pairs, alone = (training_pairs((VERDICTS,), *arms) for arms in (("C loops", "C verdicts"), ("plain", "C loops")))
-    end = "held-out reward, equal samples"
-    beside_all = training_pairs((ALL_VERDICTS,), "all", "all verdicts")
-    long, before, now = (training_pairs((LONG_ALL_VERDICTS,), *arms) for arms in
-                         (("all", "all verdicts"), ("plain", "all"), ("plain", "all verdicts")))
+    """Of everything on with learned verdicts, beside plain runs and the same without them; of the loop rule alone."""
+    beside, now = (training_pairs((ALL_VERDICTS,), arm, "all verdicts") for arm in ("all", "plain"))
+    alone = training_pairs((LOOPS,), "plain", "C loops")
     last, per_group = "held-out reward, last", "decoded tokens per group with gradient"
-    return {"verdict_all_useful": spread(pair.ratio(USEFUL) for pair in beside_all),
-            "loops_times": spread(pair.ratio("effective tokens/s") for pair in alone),
-            "loops_useful": spread(pair.ratio(USEFUL) for pair in alone),
-            "verdict_seeds": str(len(pairs)), "verdict_useful": spread(pair.ratio(USEFUL) for pair in pairs),
-            "verdict_tokens": spread(pair.ratio(per_group) for pair in pairs), "verdict_long_seeds": str(len(long)),
-            "verdict_long_tokens": spread(pair.ratio(per_group) for pair in long),
-            "verdict_long_useful": spread(pair.ratio(USEFUL) for pair in long),
-            "verdict_long_reward": spread(pair.overlay[last] for pair in long),
-            "verdict_long_reward_all": spread(pair.plain[last] for pair in long),
+    return {"loops_times": spread(pair.ratio("effective tokens/s") for pair in alone),
+            "loops_useful": spread(pair.ratio(USEFUL) for pair in alone), "verdict_seeds": str(len(alone)),
+            "verdict_long_seeds": str(len(beside)),
+            "verdict_long_tokens": spread(pair.ratio(per_group) for pair in beside),
+            "verdict_long_useful": spread(pair.ratio(USEFUL) for pair in beside),
+            "verdict_long_reward": spread(pair.overlay[last] for pair in beside),
+            "verdict_long_reward_all": spread(pair.plain[last] for pair in beside),
             "now_reward": spread(pair.overlay[last] for pair in now),
             "now_reward_plain": spread(pair.plain[last] for pair in now),
             "now_useful": spread(pair.ratio(USEFUL) for pair in now),
             "now_effective": spread(pair.ratio("effective tokens/s") for pair in now),
-            "before_effective": spread(pair.ratio("effective tokens/s") for pair in before),
-            "now_verdicts": spread((pair.overlay["decisions: verdicts"] for pair in now), 0),
-            "verdict_reward": spread(pair.overlay[end] for pair in pairs),
-            "verdict_reward_loops": spread(pair.plain[end] for pair in pairs)}
+            "now_verdicts": spread((pair.overlay["decisions: verdicts"] for pair in now), 0)}
 
 
 def _pretrained() -> dict[str, str]:
-    """Of the runs on SmolLM2."""
-    pairs = training_pairs((PRETRAINED,))
+    """Of the runs on SmolLM2: long answers, then short ones."""
+    long, short = training_pairs((PRETRAINED,)), training_pairs((FRESH_PROMPTS,), overlay="all")
+    few = _arms(CHAIN_SUM)
     first, last = "held-out reward, first", "held-out reward, last"
-    return {"real_pairs": str(len(pairs)), "real_effective": spread(pair.ratio("effective tokens/s") for pair in pairs),
-            "real_useful": spread(pair.ratio(USEFUL) for pair in pairs),
-            "real_reward": spread(pair.overlay[last] for pair in pairs),
-            "real_reward_plain": spread(pair.plain[last] for pair in pairs),
-            "real_first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
-            **_rate(last), **_long_verdicts(), **_chain_sum(), **_fresh_prompts(first, last), **_filtered(last)}
 
+    def filtered(record: str, arm: str, other: str) -> str:
+        return spread(pair.ratio(USEFUL) for pair in training_pairs((record,), other, arm))
 
-def _rate(last: str) -> dict[str, str]:
-    """Of the pair at the larger learning rate."""
-    plain, ours = _arms(RATE).values()
-    return {"rate_end": f"{ours[last]:.2f}", "rate_end_plain": f"{plain[last]:.2f}",
-            "rate_pruned": f"{ours['decisions: pruning']:,}"}
+    def at_both_rates(arm: str) -> str:
+        return " / ".join(f"{few[f'{arm} lr={rate}']['held-out reward, later half']:.2f}" for rate in ("2e-5", "5e-5"))
 
-
-def _long_verdicts() -> dict[str, str]:
-    """Of learned verdicts on long answers, with the loss by tokens, and with that by responses."""
-    per_group = "decoded tokens per group with gradient"
-    by_tokens = training_pairs((PRETRAINED_VERDICTS,), "plain", "C verdicts")
-    alike = training_pairs((ALIKE,), f"plain {BY_RESPONSES}", f"C verdicts {BY_RESPONSES}")
-    return {"lcm_tokens": spread(pair.ratio(per_group) for pair in by_tokens), "lcm_seeds": str(len(by_tokens)),
-            "lcm_tokens_alike": spread(pair.ratio(per_group) for pair in alike)}
-
-
-def _chain_sum() -> dict[str, str]:
-    """Of the pairs with short answers, the smaller learning rate first."""
-    arms = _arms(CHAIN_SUM)
-
-    def both(value: Callable[[str], float], shown: str, kind: str = "all verdicts") -> str:
-        return " / ".join(format(value(f"{kind} lr={rate}"), shown) for rate in ("2e-5", "5e-5"))
-
-    def times(key: str) -> Callable[[str], float]:
-        return lambda arm: arms[arm][key] / arms[arm.replace("all verdicts", "plain")][key]
-
-    def reward(arm: str) -> float:
-        return arms[arm]["held-out reward, later half"]
-
-    return {"chain_times": both(times("effective tokens/s"), ".2f"),
-            "chain_reward": both(reward, ".2f"), "chain_reward_plain": both(reward, ".2f", "plain"),
-            "chain_cut": both(lambda arm: arms[arm]["decisions: verdicts"], ",")}
-
-
-def _fresh_prompts(first: str, last: str) -> dict[str, str]:
-    """Of the pairs whose prompts did not come back."""
-    pairs = training_pairs((FRESH_PROMPTS,), overlay="all")
-    return {"new_effective": spread(pair.ratio("effective tokens/s") for pair in pairs),
-            "new_useful": spread(pair.ratio(USEFUL) for pair in pairs),
-            "new_first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
-            "new_reward": spread(pair.overlay[last] for pair in pairs),
-            "new_reward_plain": spread(pair.plain[last] for pair in pairs)}
-
-
-def _filtered(last: str) -> dict[str, str]:
-    """Of everything on with the group filter, and of everything on without the sampler."""
-    def times(record: str, key: str, arm: str, other: str) -> str:
-        return spread(pair.ratio(key) for pair in training_pairs((record,), other, arm))
-
-    cpu = "all spare staleness=2", "all staleness=2"
-    pairs, steps = training_pairs((SAMPLER_OUT,), "all", "all spare"), "optimiser steps"
-    return {"spare_useful": times(SAMPLER_OUT, USEFUL, "all spare", "all"),
-            "spare_steps": times(SAMPLER_OUT, steps, "all spare", "all"),
-            "spare_useful_plain": times(SAMPLER_OUT, USEFUL, "all spare", "plain"),
-            "spare_reward": spread(pair.overlay[last] for pair in pairs),
-            "spare_reward_without": spread(pair.plain[last] for pair in pairs),
-            "spare_useful_cpu": times(FILTER_CPU, USEFUL, *cpu), "spare_steps_cpu": times(FILTER_CPU, steps, *cpu),
-            "without_sampler": times(SAMPLER_OUT, USEFUL, "all without sampler", "plain")}
+    return {**{f"{name}_{key}": value for name, pairs in (("real", long), ("new", short)) for key, value in {
+                "useful": spread(pair.ratio(USEFUL) for pair in pairs),
+                "first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
+                "reward": spread(pair.overlay[last] for pair in pairs),
+                "reward_plain": spread(pair.plain[last] for pair in pairs)}.items()},
+            "real_pairs": str(len(long)),
+            "chain_reward": at_both_rates("all verdicts"), "chain_reward_plain": at_both_rates("plain"),
+            "spare_useful": filtered(FILTER, "all spare", "all"),
+            "spare_useful_plain": filtered(FILTER, "all spare", "plain"),
+            "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
 
 
 def _texts() -> dict:
@@ -312,8 +234,7 @@ def numbers() -> dict[str, str]:
         "async": spread(_against("verl", ASYNC)),
         "async_runs": str(len(_against("verl", ASYNC))),
         "april_stale": _stale("april", CARRIED), "april_stale_ours": _stale("es-grpo", CARRIED),
-        "async_stale": _stale("verl", ASYNC), "async_stale_ours": _stale("es-grpo", ASYNC),
-        "simulated": _range(math_), "code": _range(code), **_parts(), **_verdicts(), **_pretrained(), **_seven_b(),
+        "simulated": _range(math_), "code": _range(code), **_kept(), **_verdicts(), **_pretrained(), **_seven_b(),
     }
 
 
@@ -330,29 +251,17 @@ def _against_better(half: str, records: dict[str, tuple[str, ...]]) -> list[floa
 
 
 def _controlled_on_gpus() -> dict[str, str]:
-    """Beside fixed 2 and 4: ratios within a seed of effective tokens/s in the later half, and the last rewards."""
-    measures = json.loads((RESULTS / OVERLAP_GPU).read_text())["measures"]
-    later, reward = "effective tokens/s, later half", "held-out reward, last"
-    controlled = [(seed, row) for arm, runs in measures.items() if "overlap" in arm for seed, row in runs.items()]
-    fixed = {"2": measures["all"], "4": measures["all staleness=4"]}
-    return {**{f"control_to_{name}": span(row[later] / runs[seed][later] for seed, row in controlled if seed in runs)
-               for name, runs in fixed.items()},
-            "control_reward": span(row[reward] for _, row in controlled),
-            "control_reward_fixed": span(row[reward] for runs in fixed.values() for row in runs.values())}
+    """Beside a fixed 4: ratios within a seed of effective tokens/s in the later half."""
+    measures, later = json.loads((RESULTS / OVERLAP_GPU).read_text())["measures"], "effective tokens/s, later half"
+    fixed = measures["all staleness=4"]
+    return {"control_to_4": span(row[later] / fixed[seed][later] for arm, runs in measures.items() if "overlap" in arm
+                                 for seed, row in runs.items() if seed in fixed)}
 
 
 def _lending() -> dict[str, str]:
-    """Kept requests, verl's lending of the trainer's device, and both: times plain verl's decoded tokens/s on CPUs; on
-    GPUs both together times lending alone."""
-    def times(record: str, plain: str, arm: str) -> str:
-        return span(pair.ratio("decoded tokens/s") for pair in training_pairs((record,), plain, arm))
-
-    plain = "plain staleness=2"
-    arms = {"keep": "keep staleness=2", "alone": f"{plain} dynamic=on", "both": "keep staleness=2 dynamic=on"}
-    lent = "{} staleness=1 steps=2 dynamic=on"
-    return {**{f"{kind}_{name}": times(record, plain, arm) for name, arm in arms.items()
-               for kind, record in (("lent", LENDING), ("busy", LENDING_SLOWER))},
-            "lent_gpu": times(LENDING_GPU, lent.format("plain"), lent.format("keep"))}
+    """Decoded tokens/s of kept requests beside a lent device, times those of lending alone."""
+    arms = (f"{requests} staleness=1 steps=2 dynamic=on" for requests in ("plain", "keep"))
+    return {"lent_gpu": span(pair.ratio("decoded tokens/s") for pair in training_pairs((LENDING,), *arms))}
 
 
 def module_numbers() -> dict[str, str]:
@@ -360,27 +269,26 @@ def module_numbers() -> dict[str, str]:
     record = json.loads((RESULTS / CPU[0]).read_text())["measures"]
     alone = {arm.split()[-1]: spread(record[arm][seed]["effective tokens/s"] / record["off"][seed]["effective tokens/s"]
                                      for seed in record[arm] if seed in record["off"])
-             for arm in ("A routing", "C pruning", "C sampler", "keep")}
-    filtered = json.loads((RESULTS / "ablation_filter.json").read_text())["measures"]
-    plain = filtered["plain staleness=2"]
-    left_out = {f"replace_{name}": spread(row[key] / plain[seed][key]
-                                          for seed, row in filtered["C filter staleness=2"].items())
-                for name, key in (("groups", USEFUL), ("steps", "optimiser steps"))}
-    sampling = json.loads((RESULTS / "prompt_sampling.json").read_text())["populations"]["mixed"]
-    shares = {f"share_{name}": f"{sampling[name]['gradient']['mean']:.2f}" for name in ("sampler", "uniform", "greso")}
+             for arm in ("A routing", "C pruning", "C sampler")}
     losses = json.loads((RESULTS / "robustness_losses.json").read_text())["table"]
     at = losses[0].index("held-out reward, end, less vanilla")
     less = {row[1].replace(" ", "_"): row[at] for row in losses[1:]}
     control = {half: _against_better(half, OVERLAP) for half in ("before", "after")}
-    control_v1 = " / ".join(spread(_against_better(half, OVERLAP_V1)) for half in ("before", "after"))
     pairs = training_pairs()
     cpu = "CPU of vLLM's server, us a token"
-    return {**alone, **left_out, **shares, **less, **replayed.numbers(),
+    return {**alone, **less, **studies(),
             **{f"control_{half}": spread(ratios) for half, ratios in control.items()},
-            "control_runs": str(len(control["before"])), "control_v1": control_v1,
+            "control_runs": str(len(control["before"])),
             **_controlled_on_gpus(), **_lending(),
             "front": span([pair.overlay[cpu] for pair in pairs], 0),
             "front_plain": span([pair.plain[cpu] for pair in pairs], 0)}
+
+
+def studies() -> dict[str, str]:
+    """Of overlap control in simulation, and of the loop rule on texts that are no loops."""
+    overlap, loops = (json.loads((RESULTS / name).read_text()) for name in (OVERLAP_SIMULATED, LOOPS_CORPUS))
+    return {"simulated_control": span(case["against_best_fixed"] for case in overlap["cases"]),
+            "loops_false": str(loops["false_prunes"]), "loops_placements": f"{loops['placements']:,}"}
 
 
 def module_table(language: str) -> list[list[str]]:

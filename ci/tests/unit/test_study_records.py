@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from bench import loops, resolved, verdict
-from bench.common import provenance, replayed
+from bench.common import gains, provenance
 from bench.sim import null_groups, overlap
 from esgrpo.tools.report import load
 
@@ -74,17 +74,15 @@ def test_numbers_are_rounded_and_rows_of_them_take_one_line(tmp_path):
 
 
 def test_the_front_page_says_what_the_records_say(tmp_path, monkeypatch):
-    def case(name, seed, ratio):
-        return {"name": name, "seed": seed, "against_best_fixed": ratio}
-
-    seeds = {f"seed {seed}": {"learned": {"tokens_saved": share}} for seed, share in enumerate((0.1, 0.3))}
+    speed = "decoded tokens/s"
     written = {
-        replayed.VERDICTS: {"tasks": {"search": seeds, "chain": seeds}},
-        replayed.OVERLAP: {"seeds": [1, 4], "cases": [case("a", 1, 0.914), case("a", 4, 1.1)]},
-        replayed.LOOPS: {"false_prunes": 3, "placements": 1000}}
+        gains.OVERLAP_SIMULATED: {"cases": [{"against_best_fixed": ratio} for ratio in (1.1, 0.914)]},
+        gains.LOOPS_CORPUS: {"false_prunes": 3, "placements": 1000},
+        "runs.json": {"measures": {"plain": {"1": {speed: 10.0}, "2": {speed: 20.0}},
+                                   "keep": {"2": {speed: 25.0}, "3": {speed: 99.0}}}}}
     for name, record in written.items():
         (tmp_path / name).write_text(json.dumps(record))
-    monkeypatch.setattr(replayed, "RESULTS", tmp_path)
-    assert replayed.numbers() == {
-        "replayed_search": "20 %", "replayed_chain": "20 %", "simulated_control": "0.91 … 1.10", "simulated_cases": "1",
-        "simulated_seeds": "2", "loops_false": "3", "loops_placements": "1,000"}
+    monkeypatch.setattr(gains, "RESULTS", tmp_path)
+    assert gains.studies() == {"simulated_control": "0.91 … 1.10", "loops_false": "3", "loops_placements": "1,000"}
+    pair, = gains.training_pairs(("runs.json",), overlay="keep")  # seeds that both arms have
+    assert pair.ratio(speed) == 1.25
