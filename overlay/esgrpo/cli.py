@@ -129,6 +129,9 @@ def status(arguments) -> int:
 
         return books.main(arguments.run_dir, arguments.json)
     if arguments.run_dir is None:
+        if arguments.all:
+            raise EsgrpoError("status --all", "no RUN_DIR", "esgrpo status RUN_DIR --all", "nothing to show",
+                              "give the run directory; without one every hook is shown")
         rows = _static_states()
         if arguments.json:
             print(json.dumps(rows, indent=2))
@@ -151,7 +154,7 @@ def status(arguments) -> int:
         for path, reports, _ in runs.values():
             if len(runs) > 1:
                 show(path)
-            _print_hooks(reports)
+            _print_hooks(path, reports, arguments.all)
         for path, _, modules in runs.values():
             show(f"\n{path}" if len(runs) > 1 else "")
             _print_modules(modules)
@@ -165,10 +168,17 @@ def _of_run(path: str) -> tuple[list[dict], list]:
     return reports, decided.of_directory(path, reports)
 
 
-def _print_hooks(reports: list[dict]) -> None:
-    _print_table([["PROCESS", "HOST", "PID", "HOOK", "STATE", "REASON"]]
-                 + [[r["process"], r["host"], str(r["pid"]), h["slug"], h["state"], h["detail"]]
-                    for r in reports for h in r["hooks"]])
+def _print_hooks(path: str, reports: list[dict], each: bool) -> None:
+    from esgrpo.tools import hook_states
+
+    if each:
+        return _print_table(hook_states.everywhere(reports))
+    rows, needless = hook_states.folded(reports)
+    _print_table(hook_states.by_process(reports))
+    show("")
+    _print_table(rows)
+    show(f"{needless} more hooks are needed in no process of this run; each hook in each process: "
+         f"esgrpo status {path} --all")
 
 
 def _print_modules(modules: list) -> None:
@@ -253,6 +263,7 @@ def parser() -> argparse.ArgumentParser:
                                           "hook is DRIFTED, INCOMPATIBLE, FAILED, LATE, or not where a process of that "
                                           "run needs it; 2: unusable.")
     sub.add_argument("run_dir", nargs="?", help="run directory (trainer.default_local_dir), or one with several below")
+    sub.add_argument("--all", action="store_true", help="each hook in each process, those that are not needed, too")
     sub.add_argument("--books", action="store_true", help="do its records add up, over restarts? 0: yes, 1: no")
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(function=status)

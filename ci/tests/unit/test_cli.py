@@ -236,9 +236,36 @@ def test_status_of_a_run(tmp_path, capsys, states, code, below):
     (tmp_path / below / "hooks.json").write_text(json.dumps([report(*states)]))
     assert cli.main(["status", str(tmp_path)]) == code
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == len(states) + 3 and said[-2:] == ["", "what modules decided: not recorded"]
+    assert said[-2:] == ["", "what modules decided: not recorded"]
+    shown = [state for state in states if state != "NOT_NEEDED"]
+    assert [line.split()[1] for line in said if line.startswith("hook-")] == sorted(shown, key=lambda s: s == "APPLIED")
+    assert cli.main(["status", str(tmp_path), "--all"]) == code
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[3:5] for line in said[1:-2]] == [[f"hook-{i}", state] for i, state in enumerate(states)]
     assert cli.main(["status", str(tmp_path), "--json"]) == code
     assert json.loads(capsys.readouterr().out) == {"processes": [report(*states)], "modules": []}
+
+
+def test_status_of_a_run_folds_its_processes_and_shows_first_what_is_not_in_place():
+    from esgrpo.tools import hook_states
+
+    reports = [{**report("APPLIED", "NOT_NEEDED", state, "NOT_NEEDED"), "process": process, "pid": pid}
+               for process, pid, state in (("trainer", 1, "APPLIED"), ("engine-core", 2, "APPLIED"),
+                                           ("engine-core", 3, "DRIFTED"), ("engine-core", 4, "NOT_NEEDED"))]
+    rows, needless = hook_states.folded(reports)
+    assert needless == 2 and rows == [["HOOK", "STATE", "PROCESSES", "REASON"],
+                                      ["hook-2", "DRIFTED", "engine-core h:3", "because"],
+                                      ["hook-0", "APPLIED", "all 4", "because"],
+                                      ["hook-2", "APPLIED", "trainer, engine-core", "because"]]
+    assert hook_states.by_process(reports)[1:] == [["trainer", "1", "2", "2", ""],
+                                                   ["engine-core", "3", "4", "7", "DRIFTED 1"]]
+    listed = [(row[4], row[0]) for row in hook_states.everywhere(reports)[1:]]
+    assert sorted(listed) == sorted((hook["state"], each["process"]) for each in reports for hook in each["hooks"])
+
+
+def test_all_is_for_a_run(capsys):
+    assert cli.main(["status", "--all"]) == 2
+    assert "no RUN_DIR" in one_line(capsys.readouterr().err)
 
 
 def test_status_of_several_runs_ends_with_what_each_decided(tmp_path, capsys):
