@@ -116,7 +116,7 @@ def afterwards(out: Path) -> list[str]:
         return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
     scripts = Path(sys.executable).parent
-    return [f"{near(scripts / 'esgrpo')} status {near(out)}: every hook in every process, and what each module decided",
+    return [f"{near(scripts / 'esgrpo')} status {near(out)}: the hooks of both runs, and what each module decided",
             f"every `python -m bench.…` of the documents: {near(scripts / 'python')} -m bench.…, in {ROOT}"]
 
 
