@@ -251,14 +251,15 @@ def test_status_of_a_run_folds_its_processes_and_shows_first_what_is_not_in_plac
 
     reports = [{**report("APPLIED", "NOT_NEEDED", state, "NOT_NEEDED"), "process": process, "pid": pid}
                for process, pid, state in (("trainer", 1, "APPLIED"), ("engine-core", 2, "APPLIED"),
-                                           ("engine-core", 3, "DRIFTED"), ("engine-core", 4, "NOT_NEEDED"))]
+                                           ("engine-core", 3, "DRIFTED"), ("engine-core", 4, "DRIFTED"))]
     rows, needless = hook_states.folded(reports)
     assert needless == 2 and rows == [["HOOK", "STATE", "PROCESSES", "REASON"],
                                       ["hook-2", "DRIFTED", "engine-core h:3", "because"],
+                                      ["hook-2", "DRIFTED", "engine-core h:4", "because"],
                                       ["hook-0", "APPLIED", "all 4", "because"],
                                       ["hook-2", "APPLIED", "trainer, engine-core", "because"]]
     assert hook_states.by_process(reports)[1:] == [["trainer", "1", "2", "2", ""],
-                                                   ["engine-core", "3", "4", "7", "DRIFTED 1"]]
+                                                   ["engine-core", "3", "4", "6", "DRIFTED 2"]]
     listed = [(row[4], row[0]) for row in hook_states.everywhere(reports)[1:]]
     assert sorted(listed) == sorted((hook["state"], each["process"]) for each in reports for hook in each["hooks"])
 

@@ -33,23 +33,24 @@ def by_process(reports: Sequence[dict]) -> list[list[str]]:
 def folded(reports: Sequence[dict]) -> tuple[list[list[str]], int]:
     """(a row for each hook in a state that it has somewhere, the header first; hooks that are needed nowhere).
 
-    What is not fine comes first, with host and process id; what is NOT_NEEDED is left out.
+    What is not fine comes first, a row for each process with its host and id; what is NOT_NEEDED is left out.
     """
     places: dict[tuple[str, str, str], list[dict]] = {}
     for report in reports:
         for hook in report["hooks"]:
             places.setdefault((hook["slug"], hook["state"], hook["detail"]), []).append(report)
     shown = {key: where for key, where in places.items() if key[1] != State.NOT_NEEDED.value}
-    rows = [[slug, state, _places(where, reports, state), detail] for (slug, state, detail), where in shown.items()]
+    rows = [[slug, state, place, detail] for (slug, state, detail), where in shown.items()
+            for place in _places(where, reports, state)]
     rows.sort(key=lambda row: State(row[1]) in FINE)  # stable: otherwise as the hooks are listed
     needless = {slug for slug, *_ in places} - {slug for slug, *_ in shown}
     return [["HOOK", "STATE", "PROCESSES", "REASON"], *rows], len(needless)
 
 
-def _places(where: Sequence[dict], reports: Sequence[dict], state: str) -> str:
+def _places(where: Sequence[dict], reports: Sequence[dict], state: str) -> list[str]:
     if State(state) not in FINE:
-        return ", ".join(f"{report['process']} {report['host']}:{report['pid']}" for report in where)
+        return [f"{report['process']} {report['host']}:{report['pid']}" for report in where]
     if len(where) == len(reports):
-        return f"all {len(reports)}"
+        return [f"all {len(reports)}"]
     counts = Counter(report["process"] for report in where)
-    return ", ".join(kind if count == 1 else f"{kind} x{count}" for kind, count in counts.items())
+    return [", ".join(kind if count == 1 else f"{kind} x{count}" for kind, count in counts.items())]
