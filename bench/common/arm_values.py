@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from bench.common import stack
+from bench.common import modules, stack
 from bench.common.algorithms import ACTOR, AGGREGATIONS, LOSSES
 
 TRAINERS = ("fully_async", "separate_async")
@@ -28,6 +28,7 @@ VALUES = {
     "steps": (_COUNT, "optimiser steps a weight version, from 1 on", TRAINERS),
     "loss_agg_mode": ("|".join(AGGREGATIONS), f"one of {', '.join(AGGREGATIONS)}", TRAINERS),
     "loss": ("|".join(map(re.escape, LOSSES)), f"one of {', '.join(LOSSES)}", TRAINERS),
+    "age_scale": (_NUMBER, "a number: overlap.age_scale, of an arm with overlap", TRAINERS),
     "history": ("cold|warm", "cold or warm", TRAINERS),
     "dynamic": ("on|off", "on or off: verl lends the trainer's GPUs to the rollout", ("fully_async",)),
     "switch": ("on|off", "on or off: verl lends the trainer's GPUs to the rollout", ("separate_async",)),
@@ -70,6 +71,8 @@ class Arm:
         if "workers" in self.values:
             lines += [f"actor_rollout_ref.rollout.agent.num_workers={self.values['workers']}",
                       f"reward.num_workers={self.values['workers']}"]
+        if "age_scale" in self.values:
+            lines += modules.switches(f"overlap.age_scale={self.values['age_scale']}")
         for name, lent in _LENT.items():
             if self.values.get(name) == "on":
                 lines += [*lent, *(_SLEEP if stack.DEVICE == "cuda" else ())]  # vLLM on a CPU has no sleep mode
@@ -91,6 +94,8 @@ def parse(text: str, known: Iterable[str], trainer: str) -> Arm:
             raise ValueError(f"arm {text!r}: {key} is a value of --trainer {trainers[0]}, this is {trainer}")
         if not re.fullmatch(form, value):
             raise ValueError(f"arm {text!r}: {key} is {words}")
+        if key == "age_scale" and not name.endswith("overlap"):
+            raise ValueError(f"arm {text!r}: age_scale is {words}")
         if key in values:
             raise ValueError(f"arm {text!r}: {key} is said twice")
         values[key] = value

@@ -125,6 +125,13 @@ def test_replicas_on_lent_gpus_sleep_while_the_trainer_works(tmp_path, monkeypat
     assert {f"{ROLLOUT}.free_cache_engine=True", f"{ROLLOUT}.enable_sleep_mode=True"} <= set(lines)
 
 
+def test_an_arm_with_overlap_control_has_a_price_of_age_of_its_own(tmp_path):
+    arm = "all overlap staleness=8 age_scale=16"
+    usual, lines = told(SMOLLM2, "all overlap staleness=8", tmp_path), told(SMOLLM2, arm, tmp_path)
+    assert {key: value for key, value in lines.items() if usual.get(key) != value} == {
+        f"{ROLLOUT}.segment.overlap.age_scale": "16"}
+
+
 def test_losses_of_the_overlay_and_a_warm_history(tmp_path):
     (tmp_path / "1.json").write_text("{}")
     arguments = (*SMOLLM2, "--seeds", "1", "--history", str(tmp_path / "{seed}.json"))
@@ -153,6 +160,7 @@ def test_dapo_samples_dynamically_where_the_trainer_has_it_and_says_so(tmp_path)
     (("--stop", "/"), "exists already"),
     (("--arms", "plain colour=red"), "unknown value 'colour'"), (("--arms", "plain steps=0"), "steps is optimiser"),
     (("--arms", "plain loss=magic"), "loss is one of vanilla"), (("--arms", "plain steps=1 steps=4"), "said twice"),
+    (("--arms", "overlay age_scale=16"), "of an arm with overlap"),
     (("--arms", "plain switch=on"), "switch is a value of --trainer separate_async"),
     (("--trainer", "separate_async", "--arms", "plain staleness=2"), "staleness is a value of --trainer fully_async"),
     (("--arms", "overlay history=warm"), "wants --history FILE"), (("--arms", "plain history=warm"), "with a history"),
