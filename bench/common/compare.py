@@ -26,6 +26,7 @@ PRETRAINED_TARGETS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 PRETRAINED = "smollm2"  # the scale; its one target for a figure is FIRST_SHOWN
 FIRST_SHOWN = 0.5
 
+MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size="  # groups of an optimiser step
 SAMPLERS = {"prompt-sampler", "v1-prompt-sampler"}  # hooks that choose prompts
 
 
@@ -39,7 +40,8 @@ class Result:
     target: float
     time_to_target: float | None
     samples_to_target: int | None  # responses that had ended by then
-    steps: int
+    steps: int  # of verl
+    updates: int  # optimiser steps
     responses: int
     bubble: dict[str, float]
     balance: dict[str, int]
@@ -217,6 +219,16 @@ def batches_of(rows: Sequence[Mapping]) -> Batches:
                    sum(row["spent"]["wait"] for row in steps) / seconds if seconds else None)
 
 
+def updates_of(rows: Sequence[Mapping], overrides: Sequence[str], steps: int) -> int:
+    """Optimiser steps: mini-batches in what the trainer took (`rows`: of kind `events`), `steps` where it told nothing.
+
+    verl counts a trigger as one step, and overlap control may have it take several mini-batches.
+    """
+    size = [int(line.partition("=")[2]) for line in overrides if line.startswith(MINI_BATCH)]
+    taken = sum(row["groups"] for row in rows if row["side"] == "train")
+    return max(steps, taken // size[-1] if size else 0)
+
+
 def load(run_dir: Path, target: float, devices: int = 2) -> Result:
     """Everything that ended between ready and the end of the budget; `target` is that of all arms of the comparison."""
     arm = json.loads((run_dir / "arm.json").read_text())
@@ -230,6 +242,7 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
     balance = token_balance(settled)
     half = (ready + end) / 2
     later = token_balance(runs.settled(runs.with_fates(run_dir, half, end)))
+    events = read(str(run_dir), "events")
     windows = [w for w in read(str(run_dir), "windows") if ready < w["start"] + w["seconds"] <= end]
     evaluations = [e for e in _evaluations(metrics, ready) if e[0] <= end - ready]
     reached = time_to_target(evaluations[1:], target)
@@ -246,12 +259,14 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
     return Result(
         name=arm["name"], seconds=end - ready, evaluations=evaluations, target=target,
         time_to_target=reached, samples_to_target=None if reached is None else sum(
-            r["time"] <= ready + reached for r in responses), steps=steps, responses=len(responses),
+            r["time"] <= ready + reached for r in responses), steps=steps,
+        updates=updates_of([row for row in events if row["time"] <= end], arm["overrides"], steps),
+        responses=len(responses),
         bubble=_windows(windows), balance=balance,
         gradient_groups=len({books.response_of(r)[:-1] for r in settled if r["trained"] and r["gradient"]}),
         decoded=sum(r["tokens"] for r in responses),
         effective_per_s=balance["trained"] / ((end - ready) * devices), effective_later=later["trained"] / (end - half),
-        batches_later=batches_of([row for row in read(str(run_dir), "events") if half < row["time"] <= end]),
+        batches_later=batches_of([row for row in events if half < row["time"] <= end]),
         tail_ratio=tail_ratio(times),
         lengths=[r["tokens"] for r in responses],
         curves={**runs.curves(evaluations, windows, rows, ready, target),
@@ -297,7 +312,7 @@ def table(results: list[Result]) -> list[list[str]]:
         row("held-out reward, last", lambda r: later(r, lambda rewards: rewards[-1])),
         row("held-out reward, best", lambda r: later(r, max)),
         row("time to target", lambda r: f"{time_said(r)} (>= {r.target:.3f})"),
-        row("optimiser steps", lambda r: str(r.steps)),
+        row("optimiser steps", lambda r: str(r.updates)),
         row("responses", lambda r: f"{r.responses} ({r.pruned} pruned, {r.partial} partial)"),
         row("bubble rate", lambda r: f"{r.bubble['bubble_rate']:.3f}"),
         *[row(f"  {cause}", lambda r, cause=cause: f"{r.bubble[cause]:.3f}")

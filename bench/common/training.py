@@ -101,7 +101,7 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         "tail ratio": result.tail_ratio,
         "memory of all processes, GB": result.peak_bytes / 1e9 if result.peak_bytes else None,
         "responses": result.responses,
-        "optimiser steps": result.steps,
+        "optimiser steps": result.updates,
         **{f"{DECISIONS}{row.module}": row.decided for row in result.modules if row.on},
     }
 

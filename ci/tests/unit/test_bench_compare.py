@@ -60,6 +60,13 @@ def test_what_a_group_with_gradient_costs_and_what_the_later_half_brings(tmp_pat
     assert result.effective_later == pytest.approx(100 / (seconds / 2))
 
 
+def test_a_step_of_verl_with_several_mini_batches_is_several_optimiser_steps():
+    rows = [{"side": "train", "groups": 8}, {"side": "train", "groups": 24}, {"side": "rollout", "groups": 99}]
+    told = [f"{compare.MINI_BATCH}4", f"{compare.MINI_BATCH}8"]
+    assert compare.updates_of(rows, told, 2) == 4
+    assert compare.updates_of([], told, 2) == compare.updates_of(rows, [], 2) == 2
+
+
 def test_what_the_trainer_took_in_the_later_half():
     def row(tokens, age, seconds, wait, side="train"):
         return {"side": side, "tokens": tokens, "age": age, "seconds": seconds, "spent": {"wait": wait}}
