@@ -26,6 +26,7 @@ CPU = ("ablation_search.json", "ablation_chain.json")
 OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json", "overlap_cpu_third_seed.json"),
                         ("fixed 8, 0.5", "fixed 24, 2"))
 OVERLAP_GPU = "train_h100_overlap_cured.json"  # two starts beside two fixed settings, eight runs at once on two H100s
+OVERLAP_FOR_SPEED = "train_h200_smollm2_overlap.json"  # the same with age at a quarter of its usual price
 CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
 # memory for about half of what would run; rivals with headroom, too; four updates, and eight
 SEVEN_B = "engine_h200_7b.jsonl"
@@ -39,6 +40,7 @@ LOOPS = "train_h100_verdicts.json"  # plain and the loop rule alone, three seeds
 LENDING = "lending_h200.json"  # kept requests, a lent device, both and neither, two seeds on two H200s
 ALL_VERDICTS = "train_h100_all_verdicts.json"  # plain, everything on without them and with them, nine runs at once
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
+HELD_OUT = "train_h200_smollm2_primes.json"  # a family held out of all tuning, of sixteen runs at once six
 CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning rates, four runs at once on one H200
 # the same with eight times as many prompts, none of which came back; three pairs at once on two H100s
 FRESH_PROMPTS = "train_h100_smollm2_chain_sum.json"
@@ -181,8 +183,10 @@ def _verdicts() -> dict[str, str]:
 
 
 def _pretrained() -> dict[str, str]:
-    """Of the runs on SmolLM2: long answers, then short ones."""
+    """Of the runs on SmolLM2: long answers, then short ones, then the held-out family."""
     long, short = training_pairs((PRETRAINED,)), training_pairs((FRESH_PROMPTS,), overlay="all")
+    held = training_pairs((HELD_OUT,))
+    kinds = {"real": long, "new": short, "held": held}
     few = _arms(CHAIN_SUM)
     first, last = "held-out reward, first", "held-out reward, last"
 
@@ -192,12 +196,13 @@ def _pretrained() -> dict[str, str]:
     def at_both_rates(arm: str) -> str:
         return " / ".join(f"{few[f'{arm} lr={rate}']['held-out reward, later half']:.2f}" for rate in ("2e-5", "5e-5"))
 
-    return {**{f"{name}_{key}": value for name, pairs in (("real", long), ("new", short)) for key, value in {
+    return {**{f"{name}_{key}": value for name, pairs in kinds.items() for key, value in {
                 "useful": spread(pair.ratio(USEFUL) for pair in pairs),
                 "first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
                 "reward": spread(pair.overlay[last] for pair in pairs),
                 "reward_plain": spread(pair.plain[last] for pair in pairs)}.items()},
-            "real_pairs": str(len(long)),
+            "real_pairs": str(len(long)), "held_pairs": str(len(held)),
+            "held_effective": spread(pair.ratio("effective tokens/s") for pair in held),
             "chain_reward": at_both_rates("all verdicts"), "chain_reward_plain": at_both_rates("plain"),
             "spare_useful": filtered(FILTER, "all spare", "all"),
             "spare_useful_plain": filtered(FILTER, "all spare", "plain"),
@@ -251,11 +256,17 @@ def _against_better(half: str, records: dict[str, tuple[str, ...]]) -> list[floa
 
 
 def _controlled_on_gpus() -> dict[str, str]:
-    """Beside a fixed 4: ratios within a seed of effective tokens/s in the later half."""
-    measures, later = json.loads((RESULTS / OVERLAP_GPU).read_text())["measures"], "effective tokens/s, later half"
-    fixed = measures["all staleness=4"]
-    return {"control_to_4": span(row[later] / fixed[seed][later] for arm, runs in measures.items() if "overlap" in arm
-                                 for seed, row in runs.items() if seed in fixed)}
+    """Ratios within a seed of effective tokens/s in the later half, to a fixed 4 and to the best fixed one."""
+    later = "effective tokens/s, later half"
+
+    def ratios(record: str, *fixed: str) -> str:
+        measures = json.loads((RESULTS / record).read_text())["measures"]
+        best = {seed: max(measures[arm][seed][later] for arm in fixed) for seed in measures[fixed[0]]}
+        return span(row[later] / best[seed] for arm, runs in measures.items() if "overlap" in arm
+                    for seed, row in runs.items() if seed in best)
+
+    return {"control_to_4": ratios(OVERLAP_GPU, "all staleness=4"),
+            "control_for_speed": ratios(OVERLAP_FOR_SPEED, "all", "all staleness=4")}
 
 
 def _lending() -> dict[str, str]:
