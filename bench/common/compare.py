@@ -10,6 +10,7 @@ from pathlib import Path
 
 from esgrpo.algo import books, decisions
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
+from esgrpo.algo.pruning import is_correct
 from esgrpo.algo.terms import Outcome, Rule
 from esgrpo.records import read
 from esgrpo.tools import decided
@@ -26,6 +27,7 @@ PRETRAINED_TARGETS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 PRETRAINED = "smollm2"  # the scale; its one target for a figure is FIRST_SHOWN
 FIRST_SHOWN = 0.5
 
+CORRECT_FROM = 0.5  # a score: what success_threshold is without a word
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size="  # groups of an optimiser step
 SAMPLERS = {"prompt-sampler", "v1-prompt-sampler"}  # hooks that choose prompts
 
@@ -88,8 +90,11 @@ class Visits:
 
 @dataclass(frozen=True)
 class Right:
-    """Of responses that were trained. `tokens`: mean of those that came out right, in the first and in the later half;
-    `spared`: candidates of the learned verdicts that a coin let go on, and how many of these came out right."""
+    """`tokens`: mean of the trained responses that came out right, in the first and in the later half; `spared`:
+    candidates of the learned verdicts that a coin let go on, trained or not, and how many of these came out right.
+
+    A filter leaves out groups that failed as a whole: of the trained ones alone more are right.
+    """
 
     tokens: tuple[float | None, float | None]
     spared: tuple[int, int] | None  # None: there was no candidate
@@ -197,10 +202,15 @@ def right_of(rows: Sequence[Mapping], half: float) -> Right:
     trained = [row for row in rows if row["trained"]]
     lengths = [[row["tokens"] for row in trained if row.get("correct") and (row["ended"] > half) is later]
                for later in (False, True)]
-    candidates = [row for row in trained if row.get("candidate") and row["candidate_rule"] == Rule.VERDICT]
-    spared = [row.get("correct") for row in candidates if row["exempted"]]
+    candidates = [row for row in rows if row.get("candidate") and row["candidate_rule"] == Rule.VERDICT]
+    spared = [_is_right(row) for row in candidates if row["exempted"] and (row["trained"] or row["score"] is not None)]
     return Right(tuple(statistics.mean(each) if each else None for each in lengths),
-                 (len(spared), sum(map(bool, spared))) if candidates else None)
+                 (len(spared), sum(spared)) if candidates else None)
+
+
+def _is_right(row: Mapping) -> bool:
+    """The trainer's word; what it did not take is judged by its score, as verl's rewards of these tasks are."""
+    return bool(row.get("correct")) if row["trained"] else is_correct(row["score"], None, CORRECT_FROM)
 
 
 def _windows(rows: list[dict]) -> dict[str, float]:

@@ -100,16 +100,17 @@ def test_arms_are_compared_on_the_prompts_that_both_had():
     assert compare.on_same_prompts({"a": 1.0, "b": 1.0}, plain) is None and compare.on_same_prompts({}, {}) is None
 
 
-def test_what_came_out_right_is_counted_of_what_was_trained():
+def test_what_came_out_right_and_how_many_of_the_spared_candidates_whether_trained_or_left_out():
     def row(tokens, ended, correct, **more):
         return {"tokens": tokens, "ended": ended, "correct": correct, "trained": True, "candidate": False, **more}
 
     verdict = {"candidate": True, "candidate_rule": "verdict"}
     rows = [row(10, 1.0, True), row(30, 2.0, True), row(99, 2.0, False), row(50, 3.0, True, exempted=True, **verdict),
             row(70, 4.0, False, exempted=True, **verdict), row(8, 4.0, False, exempted=False, **verdict),
-            {**row(1, 1.0, None, exempted=True, **verdict), "trained": False},
+            *({**row(1, 1.0, None, exempted=True, score=score, **verdict), "trained": False}
+              for score in (0.0, 1.0, None)),  # left out by the filter, twice; never scored
             row(90, 4.0, False, candidate=True, candidate_rule="resolved", exempted=True)]
-    assert compare.right_of(rows, 2.0) == compare.Right((20, 50), (2, 1))
+    assert compare.right_of(rows, 2.0) == compare.Right((20, 50), (4, 2))
     assert compare.right_of(rows[:3], 2.0) == compare.Right((20, None), None)
 
 
