@@ -203,9 +203,9 @@ def right_of(rows: Sequence[Mapping], half: float) -> Right:
     lengths = [[row["tokens"] for row in trained if row.get("correct") and (row["ended"] > half) is later]
                for later in (False, True)]
     candidates = [row for row in rows if row.get("candidate") and row["candidate_rule"] == Rule.VERDICT]
-    spared = [_is_right(row) for row in candidates if row["exempted"] and (row["trained"] or row.get("score") is not None)]
+    spared = [row for row in candidates if row["exempted"] and (row["trained"] or row.get("score") is not None)]
     return Right(tuple(statistics.mean(each) if each else None for each in lengths),
-                 (len(spared), sum(spared)) if candidates else None)
+                 (len(spared), sum(map(_is_right, spared))) if candidates else None)
 
 
 def _is_right(row: Mapping) -> bool:
