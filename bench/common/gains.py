@@ -19,9 +19,11 @@ from esgrpo import compat
 RESULTS = ROOT / "bench" / "results"
 USEFUL = "groups with gradient/s"
 FRESH = "fresh tokens/s"  # each token weighs less with its age
+WITH_TEXT = "train_h200.json"  # before there were token outputs
 # two H200s a run, 33 M parameters, staleness 2.0, token_outputs on in the overlay's arm
 TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
 CPU = ("ablation_search.json", "ablation_chain.json")
+SAMPLER_CPU = "ablation_sampler.json"  # the sampler alone, as it chooses now; the ablations are of an earlier one
 # records of overlap control: names of its fixed settings; the second without learning, the third of a later controller
 OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json", "overlap_cpu_third_seed.json"),
                         ("fixed 8, 0.5", "fixed 24, 2"))
@@ -40,7 +42,8 @@ LOOPS = "train_h100_verdicts.json"  # plain and the loop rule alone, three seeds
 LENDING = "lending_h200.json"  # kept requests, a lent device, both and neither, two seeds on two H200s
 ALL_VERDICTS = "train_h100_all_verdicts.json"  # plain, everything on without them and with them, nine runs at once
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
-HELD_OUT = "train_h200_smollm2_primes.json"  # a family held out of all tuning, of sixteen runs at once six
+PRIMES = "train_h200_smollm2_primes.json"  # a family that no earlier run had trained on, of sixteen runs at once six
+PRIMES_16 = "train_h200_smollm2_primes_16.json"  # the same with groups of 16, one pair
 CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning rates, four runs at once on one H200
 # the same with eight times as many prompts, none of which came back; three pairs at once on two H100s
 FRESH_PROMPTS = "train_h100_smollm2_chain_sum.json"
@@ -61,6 +64,11 @@ class Pair:
     def ratio(self, key: str) -> float:
         return self.overlay[key] / self.plain[key]
 
+    def first_rewards(self) -> tuple[float, float]:
+        """Held-out reward at the first evaluation after the start, of plain's run and of the overlay's."""
+        plain, overlay = (curve["evaluations"][1][1] for curve in self.curves)
+        return plain, overlay
+
 
 def training_pairs(names=TRAINING, plain: str = "plain", overlay: str = "overlay") -> list[Pair]:
     """Pairs with both runs, over the records."""
@@ -71,7 +79,7 @@ def training_pairs(names=TRAINING, plain: str = "plain", overlay: str = "overlay
         curves = record.get("curves", {})
         for seed in theirs:
             if seed in ours:
-                both = (curves[plain][seed], curves[overlay][seed]) if overlay in curves else None
+                both = (curves[plain][seed], curves[overlay][seed]) if {plain, overlay} <= curves.keys() else None
                 found.append(Pair(theirs[seed], ours[seed], both))
     return found
 
@@ -123,7 +131,7 @@ def _seven_b() -> dict[str, str]:
 
     stale = of(ours, lambda run: run["versions_old"]["rows"]["share"], four + eight)
     roll4, = times("rollpacker@0.05", four)
-    return {"own7": span(times("colocate_async@0.05", eight)), "april7": span(times("april@0.05", four + eight)),
+    return {"own7": span(times("colocate_async@0.05", eight)), "april7": span(times("april@0.05", eight)),
             "roll7": f"{roll4:.2f}", "roll8": span(times("rollpacker@0.05", eight)),
             "barrier7": spread(times("verl@0.05", eight)).partition(" ")[0],
             "headroom": span(times("es-grpo", four)), "runs7": str(len(four)),
@@ -157,26 +165,45 @@ def _arms(name: str) -> dict[str, dict]:
 
 
 def _kept() -> dict[str, str]:
-    """Effective tokens/s of everything on, and of the same without kept requests, as a ratio to plain's."""
+    """Of everything on, and of the same without kept requests, as a ratio to plain's: effective tokens/s, groups."""
     arms = _arms(LEFT_OUT)
-    return {name: f"{arms[arm]['effective tokens/s'] / arms['plain']['effective tokens/s']:.2f}"
-            for name, arm in (("all_times", "overlay"), ("no_keep_times", "all without keep"))}
+    return {f"{name}_{count}": f"{arms[arm][key] / arms['plain'][key]:.2f}"
+            for name, arm in (("all", "overlay"), ("no_keep", "all without keep"))
+            for count, key in (("times", "effective tokens/s"), ("groups", USEFUL))}
+
+
+def _longer() -> dict[str, str]:
+    """The two longer pairs of the first row's model: effective tokens/s beside groups, which flatter less."""
+    pairs = training_pairs((PARTS, LEFT_OUT))
+    return {"longer_effective": span(pair.ratio("effective tokens/s") for pair in pairs),
+            "longer_useful": span(pair.ratio(USEFUL) for pair in pairs)}
+
+
+def _syncs() -> dict[str, str]:
+    """Seconds of a weight sync, times plain's, where runs share their GPUs; and without token outputs."""
+    key = "verl's step, weight sync, s"
+    crowded = [*training_pairs((PRETRAINED, PRIMES)), *training_pairs((ALL_VERDICTS,), overlay="all verdicts")]
+    return {"sync_crowded": span(pair.ratio(key) for pair in crowded),
+            "sync_with_text": span(pair.ratio(key) for pair in training_pairs((WITH_TEXT,)))}
 
 
 def _verdicts() -> dict[str, str]:
     """Of everything on with learned verdicts, beside plain runs and the same without them; of the loop rule alone."""
     beside, now = (training_pairs((ALL_VERDICTS,), arm, "all verdicts") for arm in ("all", "plain"))
     alone = training_pairs((LOOPS,), "plain", "C loops")
-    last, per_group = "held-out reward, last", "decoded tokens per group with gradient"
+    without = training_pairs((ALL_VERDICTS,), "plain", "all")
+    per_group = "decoded tokens per group with gradient"
+    rewards, beside_rewards = ([*zip(*(pair.first_rewards() for pair in pairs), strict=True)]
+                               for pairs in (now, beside))
+    times = [curve["evaluations"][1][0] for pair in now for curve in pair.curves]
     return {"loops_times": spread(pair.ratio("effective tokens/s") for pair in alone),
             "loops_useful": spread(pair.ratio(USEFUL) for pair in alone), "verdict_seeds": str(len(alone)),
             "verdict_long_seeds": str(len(beside)),
             "verdict_long_tokens": spread(pair.ratio(per_group) for pair in beside),
             "verdict_long_useful": spread(pair.ratio(USEFUL) for pair in beside),
-            "verdict_long_reward": spread(pair.overlay[last] for pair in beside),
-            "verdict_long_reward_all": spread(pair.plain[last] for pair in beside),
-            "now_reward": spread(pair.overlay[last] for pair in now),
-            "now_reward_plain": spread(pair.plain[last] for pair in now),
+            "verdict_long_reward": spread(beside_rewards[1]), "verdict_long_reward_all": spread(beside_rewards[0]),
+            "now_reward": spread(rewards[1]), "now_reward_plain": spread(rewards[0]), "now_at": span(times, 0),
+            "now_without": spread(pair.ratio("effective tokens/s") for pair in without),
             "now_useful": spread(pair.ratio(USEFUL) for pair in now),
             "now_effective": spread(pair.ratio("effective tokens/s") for pair in now),
             "now_verdicts": spread((pair.overlay["decisions: verdicts"] for pair in now), 0)}
@@ -185,25 +212,30 @@ def _verdicts() -> dict[str, str]:
 def _pretrained() -> dict[str, str]:
     """Of the runs on SmolLM2: long answers, then short ones, then the held-out family."""
     long, short = training_pairs((PRETRAINED,)), training_pairs((FRESH_PROMPTS,), overlay="all")
-    held = training_pairs((HELD_OUT,))
-    kinds = {"real": long, "new": short, "held": held}
+    primes, sixteen = training_pairs((PRIMES,)), training_pairs((PRIMES_16,))[0]
+    kinds = {"real": long, "new": short, "primes": primes}
     few = _arms(CHAIN_SUM)
-    first, last = "held-out reward, first", "held-out reward, last"
+    first, last, later = (f"held-out reward, {when}" for when in ("first", "last", "later half"))
 
     def filtered(record: str, arm: str, other: str) -> str:
         return spread(pair.ratio(USEFUL) for pair in training_pairs((record,), other, arm))
 
-    def at_both_rates(arm: str) -> str:
-        return " / ".join(f"{few[f'{arm} lr={rate}']['held-out reward, later half']:.2f}" for rate in ("2e-5", "5e-5"))
+    def at_both_rates(arm: str, measure: str) -> str:
+        return " / ".join(f"{few[f'{arm} lr={rate}'][measure]:.2f}" for rate in ("2e-5", "5e-5"))
 
     return {**{f"{name}_{key}": value for name, pairs in kinds.items() for key, value in {
                 "useful": spread(pair.ratio(USEFUL) for pair in pairs),
                 "first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
                 "reward": spread(pair.overlay[last] for pair in pairs),
                 "reward_plain": spread(pair.plain[last] for pair in pairs)}.items()},
-            "real_pairs": str(len(long)), "held_pairs": str(len(held)),
-            "held_effective": spread(pair.ratio("effective tokens/s") for pair in held),
-            "chain_reward": at_both_rates("all verdicts"), "chain_reward_plain": at_both_rates("plain"),
+            "real_pairs": str(len(long)), "primes_pairs": str(len(primes)),
+            "primes_effective": spread(pair.ratio("effective tokens/s") for pair in primes),
+            "primes_verdicts": span((pair.overlay["decisions: verdicts"] for pair in primes), 0),
+            "sixteen_useful": f"{sixteen.ratio(USEFUL):.2f}",
+            "sixteen_effective": f"{sixteen.ratio('effective tokens/s'):.2f}",
+            **{f"chain_{name}": at_both_rates(arm, measure) for name, arm, measure in (
+                ("reward", "all verdicts", later), ("first", "all verdicts", first),
+                ("reward_plain", "plain", later), ("first_plain", "plain", first))},
             "spare_useful": filtered(FILTER, "all spare", "all"),
             "spare_useful_plain": filtered(FILTER, "all spare", "plain"),
             "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
@@ -222,7 +254,7 @@ def numbers() -> dict[str, str]:
         "verl's step, weight sync, s", "waste reprefill", "held-out reward, last")}
     math_, code = _simulated("24 updates, 4 replicas"), _simulated("24 updates, 4 replicas, code")
     cpu = {name: [pair.ratio("effective tokens/s") for pair in training_pairs((name,), "off", "all")] for name in CPU}
-    grid = _grid()
+    grid, april = _grid(), _against("april", CARRIED + BARRIER)
     return {
         "pairs": str(len(pairs)), "effective": spread(pair.ratio("effective tokens/s") for pair in pairs),
         "decoded": spread(pair.ratio("decoded tokens/s") for pair in pairs),
@@ -235,11 +267,12 @@ def numbers() -> dict[str, str]:
         "settings": str(len(grid)), "grid": f"{min(grid):+.3f} … {max(grid):+.3f}",
         "search": spread(cpu[CPU[0]]), "chain": spread(cpu[CPU[1]]), "seeds": str(len(cpu[CPU[0]])),
         "barrier": span(_against("verl")), "barrier_runs": str(len(_against("verl"))),
-        "april": spread(_against("april", CARRIED)), "april_runs": str(len(_against("april", CARRIED))),
+        "april": spread(april), "april_runs": str(len(april)),
         "async": spread(_against("verl", ASYNC)),
         "async_runs": str(len(_against("verl", ASYNC))),
         "april_stale": _stale("april", CARRIED), "april_stale_ours": _stale("es-grpo", CARRIED),
-        "simulated": _range(math_), "code": _range(code), **_kept(), **_verdicts(), **_pretrained(), **_seven_b(),
+        "simulated": _range(math_), "code": _range(code), **_kept(), **_longer(), **_syncs(), **_verdicts(),
+        **_pretrained(), **_seven_b(),
     }
 
 
@@ -280,7 +313,9 @@ def module_numbers() -> dict[str, str]:
     record = json.loads((RESULTS / CPU[0]).read_text())["measures"]
     alone = {arm.split()[-1]: spread(record[arm][seed]["effective tokens/s"] / record["off"][seed]["effective tokens/s"]
                                      for seed in record[arm] if seed in record["off"])
-             for arm in ("A routing", "C pruning", "C sampler")}
+             for arm in ("A routing", "C pruning")}
+    alone["sampler"] = spread(pair.ratio("effective tokens/s")
+                              for pair in training_pairs((SAMPLER_CPU,), "off", "C sampler"))
     losses = json.loads((RESULTS / "robustness_losses.json").read_text())["table"]
     at = losses[0].index("held-out reward, end, less vanilla")
     less = {row[1].replace(" ", "_"): row[at] for row in losses[1:]}

@@ -112,7 +112,7 @@ def table(made: dict[str, dict[str, list[Problem]]], model: Path) -> list[list[s
         mode = Counter(p.gold for p in splits["train"]).most_common(1)[0][1] / len(splits["train"])
         rows.append([name, str(len({p.question for p in problems})), f"{mode:.3f}", f"{max(prompts)}", str(p50),
                      str(p90), str(p99), str(lengths[-1]), f"{p99 / p50:.1f}",
-                     "held out of all tuning" if FAMILIES[name].held_out else ""])
+                     "held out of training runs" if FAMILIES[name].held_out else ""])
     return rows
 
 

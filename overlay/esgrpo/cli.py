@@ -100,7 +100,7 @@ def _print_table(rows: list[list[str]]) -> None:
 
 
 def _run_states(directory: str) -> list[dict]:
-    from esgrpo.tools import run_dirs
+    from esgrpo.tools import hook_states, run_dirs
 
     run_dirs.check("status", directory, "nothing to show")
     name = os.path.join(records.FOLDER, run_dirs.HOOKS)
@@ -109,12 +109,7 @@ def _run_states(directory: str) -> list[dict]:
         raise EsgrpoError("status", f"{directory} has no {name}", "a run with the overlay whose processes have all "
                           "answered", "nothing to show", f"wait for the run's handshake, or {run_dirs.ADVICE}")
     path = path if os.path.exists(path) else os.path.join(directory, run_dirs.HOOKS)
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError) as error:
-        raise EsgrpoError("status", f"{path}: {getattr(error, 'strerror', None) or error}", "the states of hooks in "
-                          "JSON", "nothing to show", "start the run again, which writes it anew") from None
+    return hook_states.read("status", path, "nothing to show")
 
 
 def status(arguments) -> int:

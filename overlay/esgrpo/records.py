@@ -370,4 +370,4 @@ def parsed(kind: type[kinds.Row], line: str) -> kinds.Row | None:
         row = kind.of({**UNTOLD, **found}) if isinstance(found, dict) else None
     except (ValueError, RecursionError):  # brackets without end
         return None
-    return row if row is not None and row.time is not None else None
+    return row if row is not None and all(row[name] is not None for name in ("time", *UNTOLD)) else None

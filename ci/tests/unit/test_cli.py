@@ -280,7 +280,8 @@ def test_status_of_several_runs_ends_with_what_each_decided(tmp_path, capsys):
     assert said[-6:] == decided and sum("hook-0" in line for line in said[:-6]) == 2
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "\x00"])
+@pytest.mark.parametrize("content", [None, "", "{", "\x00", "[]", "{}", '{"processes": 3}', '[{"a": 1}]', "[" * 100_000,
+                                     json.dumps([report("APPLIED"), report("MENDED")])])
 def test_status_of_something_else(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "hooks.json").write_text(content)

@@ -301,7 +301,8 @@ def test_rows_of_older_and_newer_releases_are_read_and_what_is_no_row_is_counted
     older = {"time": 2.0, "sample_id": "s", "rows": [{**member, "tokens": 4}]}  # before groups were named in it
     (folder / "replaced-1.jsonl").write_text(json.dumps(older))
     newer = {**member, "schema": SCHEMA + 1, "tokens": 4, "unheard_of": 1}
-    wrong = [{**member, "tokens": "4"}, {**member, "member": None}, {**member, "time": "1"}, {"time": 1.0}]
+    wrong = [{**member, "tokens": "4"}, {**member, "member": None}, {**member, "time": "1"}, {"time": 1.0},
+             {**member, "restart": None}]
     (folder / "responses-1.jsonl").write_text("\n".join(map(json.dumps, (member, newer, *wrong))))
     (replaced,) = records.read(str(run_dir), "replaced")
     assert (replaced.group, replaced.schema, replaced.run, replaced.restart) == ("g", 1, "", 0)

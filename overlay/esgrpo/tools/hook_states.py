@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 
 from esgrpo.engine import FINE, State
+from esgrpo.errors import EsgrpoError
 
 FAMILIAR = (State.APPLIED.value, State.NOT_NEEDED.value)
+PROCESS = {"process": str, "host": str, "pid": int, "hooks": list}
+HOOK = {"slug": str, "state": str, "detail": str, "needed": bool}
+
+
+def read(who: str, path: str, consequence: str) -> list[dict]:
+    """What every process of a run said of its hooks. Raises EsgrpoError for anything else: nothing that is damaged
+    must look like a run whose hooks are all in place."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            reports = json.load(file)
+        if not (isinstance(reports, list) and reports and all(map(_is_report, reports))):
+            raise ValueError("not the processes of a run and their hooks")
+        return reports
+    except (OSError, ValueError, RecursionError) as error:
+        raise EsgrpoError(who, f"{path}: {getattr(error, 'strerror', None) or error}", "the states of hooks in JSON",
+                          consequence, "start the run again, which writes it anew") from None
+
+
+def _is_report(found) -> bool:
+    return _has(found, PROCESS) and all(_has(hook, HOOK) and hook["state"] in State.__members__
+                                        for hook in found["hooks"])
+
+
+def _has(found, fields: dict[str, type]) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in fields.items())
 
 
 def everywhere(reports: Sequence[dict]) -> list[list[str]]:

@@ -14,6 +14,7 @@ from esgrpo.algo import books
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
 from esgrpo.algo.terms import Outcome
 from esgrpo.records import read, read_counted
+from esgrpo.tools import hook_states
 
 CAUSES = ("paused", "starved", "tail", "sync")  # of the bubble rate of a training run
 KINDS = ("responses", "trained", "replaced", "windows", "events", "moves")
@@ -243,7 +244,7 @@ def condense(run_dir: Path) -> dict:
         "command": f"arm {arm['name']!r} of a benchmark, {len(overrides)} overrides in its arm.json" if arm else "",
         "seeds": [o.partition("=")[2] for o in overrides if o.startswith("data.seed=")],
         "torn": sum(read_counted(str(run_dir), kind)[1] for kind in KINDS),
-        "hooks": json.loads(hooks.read_text(encoding="utf-8")) if hooks.exists() else [],
+        "hooks": hook_states.read("report", str(hooks), "nothing was written") if hooks.exists() else [],
         "curves": curves(training_reward(rows, start), windows, rows, start),
         "facts": {
             "seconds": seconds, "responses": len(rows), "pruned": sum(r["outcome"] == Outcome.PRUNE for r in rows),
