@@ -8,6 +8,7 @@ import os
 import sys
 
 from esgrpo import __version__, records
+from esgrpo.arguments import Parser
 from esgrpo.errors import EsgrpoError, say, show
 from esgrpo.tools import language
 
@@ -246,8 +247,8 @@ def top(arguments) -> int:
     return watch(arguments.run_dir, arguments.once)
 
 
-def parser() -> argparse.ArgumentParser:
-    whole = argparse.ArgumentParser(prog="esgrpo", description="ES-GRPO overlay for verl + vLLM")
+def parser() -> Parser:
+    whole = Parser(prog="esgrpo", description="ES-GRPO overlay for verl + vLLM")
     whole.add_argument("--version", action="version", version=f"esgrpo {__version__}")
     commands = whole.add_subparsers(dest="name", required=True)
     sub = commands.add_parser("run", help="run a command with the overlay: esgrpo run -- CMD ...")

@@ -313,7 +313,7 @@ def test_status_into_a_closed_pipe(tmp_path, overlay, clean_environment, hooks):
 def test_without_a_subcommand(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([])
-    assert caught.value.code == 2 and "usage: esgrpo" in capsys.readouterr().err
+    assert caught.value.code == 2 and "no name | wanted" in one_line(capsys.readouterr().err)
 
 
 def test_the_version(capsys):

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from esgrpo.arguments import Parser
 from esgrpo.errors import EsgrpoError, say, show
 from esgrpo.tools import patchset
 from esgrpo.tools.patchset import NO_FILE, PatchError, Survey
@@ -235,8 +236,8 @@ def _chosen(found: Survey, only: str | None) -> list[str]:
     return slugs
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog=COMMAND, description=__doc__.splitlines()[0], epilog=EXIT_CODES,
+def parser() -> Parser:
+    top = Parser(prog=COMMAND, description=__doc__.splitlines()[0], epilog=EXIT_CODES,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     action = top.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="say whether it would apply; change nothing")
