@@ -70,7 +70,7 @@ def chosen(wanted: str) -> list[str]:
     if wanted == "all":
         return list(entries)
     exact = find(wanted, entries)
-    parts = [pattern for pattern in entries if any(wanted in name for name in expand(pattern))]
+    parts = [pattern for pattern in entries if wanted and any(wanted in name for name in expand(pattern))]
     if exact or parts:
         return [exact] if exact else parts
     near = "; ".join(f"{name} ({language.of(entries[pattern], 'means')})" for name, pattern in similar(wanted))

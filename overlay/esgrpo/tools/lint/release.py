@@ -215,7 +215,7 @@ def find(wanted: str | None, module: str, script: Path | None = None) -> Release
 
 
 def _find(wanted: str | None, module: str, above: list[Path]) -> Release:
-    if wanted and Path(wanted).is_dir():
+    if wanted and (Path(wanted).is_dir() or os.sep in wanted):  # no release has one: pip is not asked for it
         return checkout(Path(wanted))
     here, why, asked_in = installed(), "judged_given", ""
     if not wanted:
