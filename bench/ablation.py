@@ -17,15 +17,14 @@ side, each on cores of its own, the arms of one seed together; the hook weight-s
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
-from pathlib import Path
 
-from bench.common import ROOT, compare, stack, training
+from bench.common import ROOT, compare, console, stack, training
 from bench.common.console import say
 from bench.common.modules import ARMS
+from bench.testbed.task import TASKS
 
 
 def run_arm(name: str, seed: int, options, say=say) -> tuple[dict[str, float | None], dict]:
@@ -45,27 +44,22 @@ def own_command(name: str, seed: int, options) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", default=",".join(ARMS), help="which of: " + ", ".join(ARMS))
-    parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--budget", type=float, default=300.0, help="wall seconds per run after start-up")
-    parser.add_argument("--task", default="search", help="a task of bench/testbed")
-    parser.add_argument("--prompts", type=int, default=training.TRAINING_PROMPTS, help="of the training set")
-    parser.add_argument("--replicas", type=int, default=1, help="vLLM replicas of a run; routing needs two")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--cores", type=int, default=2, help="of each of them")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablation")
-    parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
+    parser = console.command_line("bench.ablation", __doc__.splitlines()[0])
+    parser.add_argument("--arms", type=console.names(ARMS), default=",".join(ARMS), help="which of: " + ", ".join(ARMS))
+    parser.add_argument("--seeds", type=console.seeds, default="1,2,3")
+    parser.add_argument("--budget", type=console.positive, default=300.0, help="wall seconds per run after start-up")
+    parser.add_argument("--task", choices=TASKS, default="search", help="a task of bench/testbed")
+    parser.add_argument("--prompts", type=console.count, default=training.TRAINING_PROMPTS, help="of the training set")
+    parser.add_argument("--replicas", type=console.count, default=1, help="vLLM replicas of a run; routing needs two")
+    parser.add_argument("--jobs", type=console.count, default=1, help="runs side by side")
+    parser.add_argument("--cores", type=console.count, default=2, help="of each of them")
+    parser.add_argument("--out", type=console.output_folder, default=ROOT / "runs" / "ablation")
+    parser.add_argument("--results", type=console.output_file, help="also write the numbers to this JSON file")
     compare.add_target_option(parser)
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
     options.target = compare.target_of(parser, options.task, options.target)
-    if options.replicas < 1:
-        parser.error("--replicas must be at least 1")
-    names, seeds = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")]
-    unknown = [name for name in names if name not in ARMS]
-    if unknown:
-        parser.error(f"unknown arm {unknown[0]!r}; known: {', '.join(ARMS)}")
+    names, seeds = options.arms, options.seeds
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     if options.jobs * options.cores > len(os.sched_getaffinity(0)):
         parser.error(f"--jobs {options.jobs} of {options.cores} cores: there are {len(os.sched_getaffinity(0))} cores")
@@ -92,4 +86,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

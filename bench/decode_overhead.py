@@ -13,16 +13,17 @@ model, the larger the scheduler's share.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
+from bench.common import console
 from bench.common.scripted_scheduler import upstream_class
 from bench.common.swapped_classes import bootstrap, environment, plain_class, timed_class
 
@@ -151,14 +152,14 @@ def measure(requests: int, tokens: int, windows: int, hidden: int, layers: int, 
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--windows", type=int, default=100, help="windows of every arm")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of a response, prefill's one included")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser = console.command_line("bench.decode_overhead", __doc__.partition("\n")[0])
+    parser.add_argument("--windows", type=console.count, default=100, help="windows of every arm")
+    parser.add_argument("--requests", type=console.count, default=64)
+    parser.add_argument("--tokens", type=console.count, default=32, help="tokens of a response, prefill's one included")
+    parser.add_argument("--hidden", type=console.count, default=128)
+    parser.add_argument("--layers", type=console.count, default=2)
+    parser.add_argument("--seed", type=console.whole, default=0)
+    parser.add_argument("--out", type=console.output_file, default=RESULT)
     options = parser.parse_args(argv)
     result = {**environment(options.seed), "requests": options.requests, "tokens": options.tokens,
               "windows": options.windows, "hidden": options.hidden, "layers": options.layers,
@@ -166,8 +167,7 @@ def main(argv: list[str] | None = None) -> dict:
     result["arms"] = measure(options.requests, options.tokens, options.windows, options.hidden, options.layers,
                              options.seed)
     result["load_average_after"] = os.getloadavg()[0]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    console.write(options.out, json.dumps(result, indent=1) + "\n")
     for name, row in result["arms"].items():
         ratios = ", ".join(
             f"{kind} x{ratio['median']:.4f} [{ratio['low']:.4f}, {ratio['high']:.4f}]"
@@ -177,4 +177,4 @@ def main(argv: list[str] | None = None) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(console.exit_code(main))

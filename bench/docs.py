@@ -7,7 +7,6 @@ A page holds its blocks between <!-- NAME --> and <!-- /NAME -->; BLOCKS says wh
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import io
@@ -18,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.common import gains, hook_tables
+from bench.common import console, gains, hook_tables
 from bench.common.gains import CHINESE, ENGLISH
 from esgrpo import cli, compat
 from esgrpo.config import Segment
@@ -186,15 +185,16 @@ QUICKSTART = tuple(DOCS / f"results{end}.md" for end in ("", "_zh"))  # have the
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--table", type=Path, help="table.json of a quickstart run")
+    parser = console.command_line("bench.docs", __doc__)
+    parser.add_argument("--table", type=console.existing_file, help="table.json of a quickstart run")
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when something is stale")
     options = parser.parse_args(argv)
     blocks = dict(BLOCKS)
     if options.table:
-        run = json.loads(options.table.read_text())
-        notes = "\n".join(f"- {note}" for note in run["notes"])
-        blocks |= {(page, "quickstart-table"): lambda: f"{markdown(run['table'])}\n\n{notes}" for page in QUICKSTART}
+        with console.reading("--table", options.table, "the table.json of a quickstart run"):
+            run = json.loads(options.table.read_text())
+            told = "\n\n".join((markdown(run["table"]), "\n".join(f"- {note}" for note in run["notes"])))
+        blocks |= {(page, "quickstart-table"): lambda: told for page in QUICKSTART}
     before = {page: page.read_text(encoding="utf-8") if page.exists() else ""
               for page in (SETUP, PATCHES, *dict.fromkeys(page for page, _ in blocks))}
     after = {**before, SETUP: tox_environments(before[SETUP]), PATCHES: patch_index()}
@@ -212,4 +212,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

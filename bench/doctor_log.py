@@ -8,15 +8,15 @@ no two lines are alike (prose), and the failing excerpts of the corpus again and
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
+import sys
 import tempfile
 import time
 from pathlib import Path
 
-from bench.common import ROOT
+from bench.common import ROOT, console
 from esgrpo.tools.doctor import logs
 
 LOGS = ROOT / "ci" / "tests" / "unit" / "logs"
@@ -54,8 +54,8 @@ def measured(lines, path: Path, size: int) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=50)
+    parser = console.command_line("bench.doctor_log", __doc__)
+    parser.add_argument("--megabytes", type=console.count, default=50)
     size = parser.parse_args(argv).megabytes * MEGABYTE
     with tempfile.TemporaryDirectory() as directory:
         for lines in (usual, prose, failures):
@@ -65,4 +65,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(console.exit_code(main))

@@ -16,7 +16,6 @@ Information per token is 1 / (variance x tokens), that of full rollouts being 1.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -29,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from bench.common import estimator_gradients
+from bench.common import console, estimator_gradients
 from bench.common.provenance import commit, cpu_model
 from bench.testbed.task import TASKS
 from esgrpo import config
@@ -314,23 +313,30 @@ def show(title: str, rows: dict[str, dict]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--groups", type=int, default=10_000, help="simulated, per scenario and seed")
-    parser.add_argument("--seeds", default="7,8,9")
-    parser.add_argument("--penalty", type=float, default=0.0, help="overlong penalty of the longest response")
-    parser.add_argument("--prompts", type=int, default=128, help="recorded, per task and seed; 0: none")
-    parser.add_argument("--tasks", default=",".join(TASKS), help="recorded")
-    parser.add_argument("--json", type=Path, help="write the result here, too")
+    parser = console.command_line("bench.estimator_bias", __doc__.partition("\n")[0])
+    parser.add_argument("--groups", type=console.whole, default=10_000, help="simulated, per scenario and seed")
+    parser.add_argument("--seeds", type=console.seeds, default="7,8,9")
+    parser.add_argument("--penalty", type=console.not_negative, default=0.0,
+                        help="overlong penalty of the longest response")
+    parser.add_argument("--prompts", type=console.whole, default=128, help="recorded, per task and seed; 0: none")
+    parser.add_argument("--tasks", type=console.names(TASKS), default=",".join(TASKS), help="recorded")
+    parser.add_argument("--json", type=console.output_file, help="write the result here, too")
     options = parser.parse_args(argv)
     started, found = time.monotonic(), {}
-    seeds = [int(seed) for seed in options.seeds.split(",")]
-    print(f"SIMULATED, {options.groups} groups of {SIZE} per seed, seeds {options.seeds}, penalty {options.penalty}")
+    seeds = options.seeds
+    if 0 < options.groups < 2 * BATCH:
+        parser.error(f"--groups {options.groups}: wanted 0, or {2 * BATCH} and more: two updates")
+    if options.prompts and (options.prompts < 2 or len(seeds) < 2):
+        parser.error(f"--prompts {options.prompts} --seeds {console.listed(seeds)}: wanted two or more of both: a seed "
+                     "is predicted from the others; or --prompts 0")
+    print(f"SIMULATED, {options.groups} groups of {SIZE} per seed, seeds {console.listed(seeds)}, penalty "
+          f"{options.penalty}")
     for scenario in SCENARIOS if options.groups else ():
         found[scenario] = simulated(scenario, options.groups, seeds, options.penalty)
         show(f"{scenario}: {found[scenario]['pruned_share']:.1%} of the responses pruned; masked and its controls",
              found[scenario]["estimators"])
         show(f"{scenario}: treatments", found[scenario]["treatments"])
-    recorded = estimator_gradients.measure(options.tasks.split(","), seeds, options.prompts) if options.prompts else {}
+    recorded = estimator_gradients.measure(options.tasks, seeds, options.prompts) if options.prompts else {}
     for task, rules in recorded.items():
         for rule, rows in rules.items():
             estimator_gradients.show(f"RECORDED, {task}, {rule}", rows)
@@ -364,4 +370,4 @@ def write(path: Path, result: dict) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    sys.exit(console.exit_code(main))

@@ -5,17 +5,18 @@ usage: python -m bench.gains [--figure docs/training.png]
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+import sys
 
+from bench.common import console
 from bench.common.gains import ENGLISH, draw, table
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--figure", type=Path, help="draw it there, as PNG; else the table is printed")
+    parser = console.command_line("bench.gains", __doc__.partition("\n")[0])
+    parser.add_argument("--figure", type=console.output_file, help="draw it there, as PNG; else the table is printed")
     options = parser.parse_args(argv)
     if options.figure:
+        options.figure.parent.mkdir(parents=True, exist_ok=True)
         draw(options.figure)
     else:
         for row in table(ENGLISH):
@@ -24,4 +25,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(console.exit_code(main))

@@ -12,7 +12,6 @@ responses the reward, how many were candidates, and how many of those ended corr
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter, deque
@@ -25,6 +24,7 @@ try:
 except ImportError:  # not installed: this command needs the repository and Python only
     sys.path.insert(0, str(ROOT / "overlay"))
 
+from bench.common import console  # noqa: E402
 from bench.common.provenance import add_results, write_record  # noqa: E402
 from esgrpo.algo.terms import Rule  # noqa: E402
 from esgrpo.algo.verdict_gate import LOST_WINDOW, SCALES, Gate, Outcome, Settings  # noqa: E402
@@ -155,10 +155,12 @@ def print_table(found: dict) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="of a run with prune.verdict.enable")
-    parser.add_argument("--window", type=int, action="append", help="correct responses; may be given several times")
-    parser.add_argument("--cut-below", type=float, default=Settings().cut_below, help="that of the runs")
+    parser = console.command_line("bench.gate", __doc__)
+    parser.add_argument("runs", type=console.existing_folder, nargs="+", metavar="RUN_DIR",
+                        help="of a run with prune.verdict.enable")
+    parser.add_argument("--window", type=console.count, action="append",
+                        help="correct responses; may be given several times")
+    parser.add_argument("--cut-below", type=console.share, default=Settings().cut_below, help="that of the runs")
     parser.add_argument("--json", action="store_true", help="one line of JSON a run instead of tables")
     parser.add_argument("--note", action="append", default=[], help="of --results: where the runs are from, for one")
     add_results(parser)
@@ -192,4 +194,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

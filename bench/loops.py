@@ -19,7 +19,6 @@ the number that was played is printed.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import itertools
 import json
@@ -39,6 +38,7 @@ try:
 except ImportError:  # not installed: this command needs the repository and Python only
     sys.path.insert(0, str(ROOT / "overlay"))
 
+from bench.common import console  # noqa: E402
 from bench.common.provenance import add_results, write_record  # noqa: E402
 from esgrpo.algo.segments import PRUNE, SegmentBook  # noqa: E402
 from esgrpo.config import Prune, Repetition, Segment  # noqa: E402
@@ -346,21 +346,21 @@ def print_table(result: dict, rule: Repetition) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     default = Repetition(enable=True)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.command_line("bench.loops", __doc__)
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--placements", type=int, default=100_000)
-    parser.add_argument("--seconds", type=float, default=35.0, help="begin no new placement after so many")
+    parser.add_argument("--placements", type=console.count, default=100_000)
+    parser.add_argument("--seconds", type=console.positive, default=35.0, help="begin no new placement after so many")
     parser.add_argument("--min-span", type=int, default=default.min_span, help="tokens; to compare other rules")
-    parser.add_argument("--max-pattern-size", type=int, default=default.max_pattern_size, help="tokens")
-    parser.add_argument("--max-surprisal", type=float, default=default.max_surprisal, help="nats a token")
-    parser.add_argument("--check-interval", type=int, default=default.check_interval, help="tokens between two looks")
+    parser.add_argument("--max-pattern-size", type=console.count, default=default.max_pattern_size, help="tokens")
+    parser.add_argument("--max-surprisal", type=console.not_negative, default=default.max_surprisal,
+                        help="nats a token")
+    parser.add_argument("--check-interval", type=console.count, default=default.check_interval,
+                        help="tokens between two looks")
     add_results(parser)
     options = parser.parse_args(argv)
-    if options.placements < 1 or options.seconds <= 0 or options.check_interval < 1:
-        parser.error("--placements, --seconds and --check-interval must be positive")
-    if options.max_pattern_size < 1 or options.min_span < 2 * options.max_pattern_size or options.max_surprisal < 0:
-        parser.error("wanted: --max-pattern-size >= 1, --min-span at least twice that, --max-surprisal >= 0")
+    if options.min_span < 2 * options.max_pattern_size:
+        parser.error(f"--min-span {options.min_span}: wanted at least twice --max-pattern-size")
     rule = Repetition(enable=True, min_span=options.min_span, max_pattern_size=options.max_pattern_size,
                       max_surprisal=options.max_surprisal, check_interval=options.check_interval)
     try:
@@ -382,4 +382,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

@@ -10,7 +10,6 @@ here bounds the tokens/s of one vLLM server, whatever its GPU does; unpacking th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import platform
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import TESTBED
+from bench.common import TESTBED, console
 from bench.common.provenance import commit, cpu_model
 from esgrpo.call import wrapped
 from esgrpo.tools.report.tables import spread
@@ -116,18 +115,19 @@ async def compare(requests: int, tokens: int, rounds: int, tokenizer, rng: rando
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.output_cost", description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", default="64,256", help="running ones, several values")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a response at the end")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser = console.command_line("bench.output_cost", __doc__.splitlines()[0])
+    parser.add_argument("--requests", type=console.counts, default="64,256", help="running ones, several values")
+    parser.add_argument("--tokens", type=console.count, default=2048, help="of a response at the end")
+    parser.add_argument("--rounds", type=console.count, default=8)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--results", type=Path, help=f"JSON file, e.g. {RESULT.relative_to(Path(__file__).parents[1])}")
+    parser.add_argument("--results", type=console.output_file,
+                        help=f"JSON file, e.g. {RESULT.relative_to(Path(__file__).parents[1])}")
     options = parser.parse_args(argv)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TESTBED / "model")
     measured = {}
-    for requests in map(int, options.requests.split(",")):
+    for requests in options.requests:
         measured[requests] = asyncio.run(compare(requests, options.tokens, options.rounds, tokenizer,
                                                  random.Random(options.seed)))
         for name, values in measured[requests]["us_a_token"].items():
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         record = {"command": shlex.join(["python", "-m", "bench.output_cost", *sys.argv[1:]]), "commit": commit(),
                   "seed": options.seed, "device": f"{platform.machine()}, {cpu_model()}, Python "
                   f"{platform.python_version()}, vLLM {version}", "tokens": options.tokens, "measured": measured}
-        options.results.write_text(json.dumps(record, indent=1) + "\n")
+        console.write(options.results, json.dumps(record, indent=1) + "\n")
     return 0
 
 
@@ -150,4 +150,4 @@ def _installed(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

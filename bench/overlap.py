@@ -13,7 +13,6 @@ separate_async, whose prompts in flight nobody sets.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -26,10 +25,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import ROOT, TESTBED, arm, stack
+from bench.common import ROOT, TESTBED, arm, console, stack
 from bench.common.console import print_table, say
 from bench.common.provenance import commit, cpu_model, without_folders
 from bench.testbed import make_data
+from esgrpo.errors import EsgrpoError
 from esgrpo.records import read
 
 SEGMENT = "+actor_rollout_ref.rollout.segment"
@@ -134,17 +134,20 @@ def run(name: str, seed: int, options) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.overlap", description=__doc__.splitlines()[0])
+    parser = console.command_line("bench.overlap", __doc__.splitlines()[0])
     parser.add_argument("--arms", default=";".join(ARMS), help="separated by ;")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--step-ms", type=float, default=30.0, help="that an engine step sleeps; twice that later")
-    parser.add_argument("--token-ms", type=float, default=1.75,
+    parser.add_argument("--seeds", type=console.whole, nargs="+", default=[1, 2])
+    parser.add_argument("--step-ms", type=console.positive, default=30.0,
+                        help="that an engine step sleeps; twice that later")
+    parser.add_argument("--token-ms", type=console.not_negative, default=1.75,
                         help="that an update sleeps for each token of a response, where updates are long")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--half", type=float, default=100.0, help="seconds before rollout becomes slower, and after")
-    parser.add_argument("--skip", type=float, default=20.0, help="seconds at the start of a half that do not count")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "overlap")
-    parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
+    parser.add_argument("--learning-rate", type=console.not_negative, default=3e-4)
+    parser.add_argument("--half", type=console.positive, default=100.0,
+                        help="seconds before rollout becomes slower, and after")
+    parser.add_argument("--skip", type=console.not_negative, default=20.0,
+                        help="seconds at the start of a half that do not count")
+    parser.add_argument("--out", type=console.output_folder, default=ROOT / "runs" / "overlap")
+    parser.add_argument("--results", type=console.output_file, help="also write the numbers to this JSON file")
     parser.add_argument("--measure-only", action="store_true", help="of those runs that were made before")
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
@@ -153,11 +156,15 @@ def main(argv: list[str] | None = None) -> int:
     if set(names) - set(EVERY_ARM):
         parser.error(f"unknown arm in {names}; known: {'; '.join(EVERY_ARM)}")
     try:
-        found = {f"{name}, seed {seed}": run(name, seed, options) for name in names for seed in options.seeds
-                 if not options.measure_only or (folder(name, seed, options) / MADE).exists()}
+        with console.measured("bench.overlap"):
+            found = {f"{name}, seed {seed}": run(name, seed, options) for name in names for seed in options.seeds
+                     if not options.measure_only or (folder(name, seed, options) / MADE).exists()}
     except KeyboardInterrupt:
         say("interrupted; every process of the run has been ended; --measure-only reads those that came to their end")
         return 130
+    if not found:
+        raise EsgrpoError("bench.overlap", f"no run in {options.out} that came to its end", f"a {MADE} in one of them",
+                          "nothing was measured", "leave --measure-only out")
     rows = [[name, part, *(f"{number:.2f}" for number in result[part].values())]
             for name, result in found.items() for part in ("before", "after")]
     print_table([["run", "half", *next(iter(found.values()))["before"]], *rows])
@@ -167,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.results:
         given = [each for each in (argv if argv is not None else sys.argv[1:]) if each != "--measure-only"]
         command = " ".join(["python -m bench.overlap", *map(shlex.quote, given)])
-        options.results.write_text(json.dumps({
+        console.write(options.results, json.dumps({
             "command": without_folders(command), "commit": next(iter(found.values()))["commit"], "seeds": options.seeds,
             "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": f"{os.cpu_count()} cores of {cpu_model()}",
             "python": platform.python_version(), "age_scale": AGE_SCALE, "step_ms": options.step_ms,
@@ -176,4 +183,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

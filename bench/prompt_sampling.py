@@ -20,7 +20,6 @@ how the choice repeats itself: the setting in use is not the best one of this ta
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -29,8 +28,8 @@ import statistics
 import sys
 from collections import Counter, deque
 from functools import partial
-from pathlib import Path
 
+from bench.common import console
 from bench.common.provenance import commit
 from esgrpo import config
 from esgrpo.algo.prompt_prior import features_of
@@ -215,21 +214,21 @@ def show(name: str, measures: dict[str, dict]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=2000)
-    parser.add_argument("--groups", type=int, default=8000, help="groups that are rolled out")
-    parser.add_argument("--lag", type=int, default=32, help="groups that start before an outcome is known")
-    parser.add_argument("--seeds", default=SEEDS, help="of the comparison")
-    parser.add_argument("--tuning-seeds", default=TUNING_SEEDS, help="of the recovery shares; none of --seeds")
-    parser.add_argument("--json", type=Path, help="write the result here, too")
+    parser = console.command_line("bench.prompt_sampling", __doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=console.count, default=2000)
+    parser.add_argument("--groups", type=console.count, default=8000, help="groups that are rolled out")
+    parser.add_argument("--lag", type=console.whole, default=32, help="groups that start before an outcome is known")
+    parser.add_argument("--seeds", type=console.seeds, default=SEEDS, help="of the comparison")
+    parser.add_argument("--tuning-seeds", type=console.seeds, default=TUNING_SEEDS,
+                        help="of the recovery shares; none of --seeds")
+    parser.add_argument("--json", type=console.output_file, help="write the result here, too")
     options = parser.parse_args(argv)
-    seeds, tuning = ([int(seed) for seed in text.split(",")] for text in (options.seeds, options.tuning_seeds))
-    if min(options.prompts, options.groups) < 1 or options.lag < 0:
-        parser.error("--prompts and --groups must be at least 1, --lag at least 0")
+    seeds, tuning = options.seeds, options.tuning_seeds
     if set(seeds) & set(tuning):
         parser.error("a seed of --tuning-seeds is among --seeds: the comparison would be of what was tuned for it")
     size = options.prompts, options.groups, options.lag
-    print(f"SIMULATED, seeds {options.seeds}, {options.prompts} prompts, {options.groups} groups of {RESPONSES}")
+    print(f"SIMULATED, seeds {console.listed(seeds)}, {options.prompts} prompts, {options.groups} groups of "
+          f"{RESPONSES}")
     found, beats = {}, {}
     for population in POPULATIONS:
         arms = found[population] = {arm: summary([run(arm, *size, seed, population) for seed in seeds]) for arm in ARMS}
@@ -238,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, measures in arms.items():
             show(name, measures)
         print("sampler beats greso: " + ", ".join(f"{MEASURES[m]} {said}" for m, said in beats[population].items()))
-    print(f"recovery of a taken prompt as a share of the prompts, seeds {options.tuning_seeds}; in use: "
+    print(f"recovery of a taken prompt as a share of the prompts, seeds {console.listed(tuning)}; in use: "
           f"{RECOVERY_SHARE}")
     recoveries = {str(share): summary([run("sampler", *size, seed, recovery_share=share) for seed in tuning])
                   for share in RECOVERY_SHARES}
@@ -258,10 +257,9 @@ def main(argv: list[str] | None = None) -> int:
                   "responses": RESPONSES, "beats_greso": beats, "populations": found,
                   "first_epoch": {"share": FIRST_EPOCH, "explained": first},
                   "recovery_share": {"in_use": RECOVERY_SHARE, "seeds": tuning, "tried": recoveries}}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        console.write(options.json, json.dumps(result, indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

@@ -7,7 +7,6 @@ optimiser steps of it in minutes, which show that all of it works on a real mode
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -18,12 +17,13 @@ import sys
 import time
 from pathlib import Path
 
-from bench.common import ROOT, arm, compare, scales, stack
+from bench.common import ROOT, arm, compare, console, scales, stack
 from bench.common.arm_values import Arm
 from bench.common.console import print_table, say
 from bench.common.modules import SEGMENT_LENGTH, switches
 from bench.common.provenance import commit, cpu_model
 from bench.testbed import make_data
+from esgrpo.arguments import Parser
 from esgrpo.tools.report import main as write_page
 from esgrpo.tools.report import plots
 from esgrpo.tools.report.training_figures import comparison_panels
@@ -41,12 +41,13 @@ NOTHING_HERE = "{} cores show that all of it works, not what it brings; on GPUs:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/quickstart.sh", description=__doc__)
-    parser.add_argument("--budget", type=float, default=300.0, help="wall seconds per arm after start-up")
-    parser.add_argument("--seed", type=int, default=1)
+    parser = Parser(prog="bench/quickstart.sh", description=__doc__)
+    parser.add_argument("--budget", type=console.positive, default=300.0, help="wall seconds per arm after start-up")
+    parser.add_argument("--seed", type=console.whole, default=1)
     parser.add_argument("--model", choices=("testbed", scales.SMOLLM2), default="testbed",
                         help=f"{scales.SMOLLM2}: SmolLM2-135M-Instruct, made once in runs/pretrained (300 MB)")
-    parser.add_argument("--out", type=Path, help="default: runs/quickstart, with -smollm2 behind it for that model")
+    parser.add_argument("--out", type=console.output_folder,
+                        help="default: runs/quickstart, with -smollm2 behind it for that model")
     compare.add_target_option(parser)
     options = parser.parse_args(argv)
     pretrained = options.model == scales.SMOLLM2
@@ -160,4 +161,4 @@ def report(results, out: Path, options, difference: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

@@ -17,13 +17,13 @@ from all; counted is what a cut at that moment would have done, at most half of 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shlex
 import sys
 from pathlib import Path
 
+from bench.common import console
 from bench.common.provenance import add_results, commit, write_record
 from bench.common.recorded_groups import read
 from esgrpo import config
@@ -85,7 +85,7 @@ def _agreed(rows: list[dict], tokens: int) -> set[bool]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.command_line("bench.resolved", __doc__)
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     add_results(parser)
     options = parser.parse_args(argv)
@@ -110,4 +110,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

@@ -9,7 +9,6 @@ a prompt was lost or trained twice, or where nothing waited.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ import time
 import uuid
 from pathlib import Path
 
-from bench.common import ROOT, TESTBED, arm, stack
+from bench.common import ROOT, TESTBED, arm, console, stack
 from bench.common.console import say
 from bench.common.provenance import commit, cpu_model
 from bench.testbed import make_data
@@ -95,10 +94,10 @@ def words(found: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.restart", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "restart")
-    parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--results", type=Path, help="also write what was found to this JSON file")
+    parser = console.command_line("bench.restart", __doc__.splitlines()[0])
+    parser.add_argument("--out", type=console.output_folder, default=ROOT / "runs" / "restart")
+    parser.add_argument("--seed", type=console.whole, default=3)
+    parser.add_argument("--results", type=console.output_file, help="also write what was found to this JSON file")
     parser.add_argument("--measure-only", action="store_true", help="of a run that was made before")
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
@@ -107,12 +106,14 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(run_dir, ignore_errors=True)
         make_data.write("search", options.seed, {"train": 256, "val": 16}, data)
         given = overrides(data, run_dir, [f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64"])
-        start_and_kill(given, run_dir)
-        arm.run("restart", given, run_dir, ROOT / "overlay", say=say)
-    found = measure(run_dir)
+        with console.measured("bench.restart"):
+            start_and_kill(given, run_dir)
+            arm.run("restart", given, run_dir, ROOT / "overlay", say=say)
+    with console.measured("bench.restart"):
+        found = measure(run_dir)
     say(json.dumps(found, indent=1))
     if options.results:
-        options.results.write_text(json.dumps({
+        console.write(options.results, json.dumps({
             "command": "python -m bench.restart", "commit": commit(), "seed": options.seed,
             "date": time.strftime("%Y-%m-%d", time.gmtime()), "device": f"{os.cpu_count()} cores of {cpu_model()}",
             "python": platform.python_version(), "result": words(found), "books": found}, indent=1) + "\n")
@@ -120,4 +121,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

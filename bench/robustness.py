@@ -41,11 +41,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import ROOT, TESTBED, algorithms, arm, compare, modules, stack, training
+from bench.common import ROOT, TESTBED, algorithms, arm, compare, console, modules, stack, training
 from bench.common.algorithms import ACTOR
 from bench.common.console import say
 from bench.common.provenance import commit
 from bench.testbed.task import MAX_RESPONSE_TOKENS, TASKS
+from esgrpo import errors
+from esgrpo.errors import EsgrpoError
 from esgrpo.records import read
 from esgrpo.tools.report.tables import spread
 
@@ -223,21 +225,24 @@ def collect(runs: list[tuple[Cell, str, int]], options) -> tuple[dict, dict, lis
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.robustness", description=__doc__.partition("\n")[0])
+    parser = console.command_line("bench.robustness", __doc__.partition("\n")[0])
     parser.add_argument("--study", choices=("grid", "modes", "losses"), required=True)
     parser.add_argument("--cells", help="some of the study's settings only, with commas between them")
     parser.add_argument("--arms", help="likewise")
-    parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--steps", type=int, default=40, help=f"optimiser steps, a multiple of {STEPS_PER_SYNC}")
-    parser.add_argument("--test-every", type=int, default=8, help="optimiser steps between held-out evaluations")
-    parser.add_argument("--limit", type=float, default=1800.0, help="wall seconds of a run after start-up, at most")
-    parser.add_argument("--prompts", type=int, default=training.TRAINING_PROMPTS, help="of the training set")
-    parser.add_argument("--model-medium", type=Path, help="the grid's second model: python -m "
+    parser.add_argument("--seeds", type=console.seeds, default="1,2,3")
+    parser.add_argument("--steps", type=console.count, default=40,
+                        help=f"optimiser steps, a multiple of {STEPS_PER_SYNC}")
+    parser.add_argument("--test-every", type=console.count, default=8,
+                        help="optimiser steps between held-out evaluations")
+    parser.add_argument("--limit", type=console.positive, default=1800.0,
+                        help="wall seconds of a run after start-up, at most")
+    parser.add_argument("--prompts", type=console.count, default=training.TRAINING_PROMPTS, help="of the training set")
+    parser.add_argument("--model-medium", type=console.model_folder, help="the grid's second model: python -m "
                         "bench.testbed.train_model --hidden 192 --layers 4 --steps 1500 --out DIR makes it")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--cores", type=int, default=2, help="of each of them")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "robustness")
-    parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
+    parser.add_argument("--jobs", type=console.count, default=1, help="runs side by side")
+    parser.add_argument("--cores", type=console.count, default=2, help="of each of them")
+    parser.add_argument("--out", type=console.output_folder, default=ROOT / "runs" / "robustness")
+    parser.add_argument("--results", type=console.output_file, help="also write the numbers to this JSON file")
     parser.add_argument("--collect", action="store_true", help="start nothing: a table of what is there")
     parser.add_argument("--here", action="store_true", help="in this process and without a table: what --jobs starts")
     compare.add_target_option(parser)
@@ -253,8 +258,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.steps % STEPS_PER_SYNC:
         parser.error(f"--steps {options.steps}: not a multiple of {STEPS_PER_SYNC}")
     options.model_medium = options.model_medium and options.model_medium.resolve()
-    if any(known[one].size == "medium" for one in options.cells) and not (
-            options.model_medium and (options.model_medium / "config.json").exists()):
+    if any(known[one].size == "medium" for one in options.cells) and not options.model_medium:
         parser.error("--model-medium DIR with a model is needed for the medium size (see --help)")
     if not options.here and options.jobs * options.cores > len(os.sched_getaffinity(0)):
         parser.error(f"--jobs {options.jobs} of {options.cores} cores: there are {len(os.sched_getaffinity(0))} cores")
@@ -262,11 +266,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(argv: list[str] | None = None) -> int | str:
+def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    seeds = [int(seed) for seed in options.seeds.split(",")]
+    seeds = options.seeds
     runs = {(f"{cell.name},{name}", seed): (cell, name, seed)  # the arms of a setting together
             for seed in seeds for cell in options.settings for name in options.arms}
 
@@ -292,11 +296,12 @@ def main(argv: list[str] | None = None) -> int | str:
         say("interrupted; every process of the run has been ended; the same command goes on from here")
         return 130
     except RuntimeError as error:  # of the one run that is made here; the caller reads its log
-        return f"esgrpo: {error}"
+        errors.say(EsgrpoError("robustness", str(error), "a run that ends", "it was not measured", "see its log"))
+        return 1
     found, curves, failed = collect(list(runs.values()), options)
     say(f"{len(runs) - len(failed)} of {len(runs)} runs came to their end" + "".join(f"\n  {line}" for line in failed))
-    notes = [f"study {options.study}, seeds {options.seeds}, {options.steps} optimiser steps of {BATCH} prompts x 8, "
-             f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
+    notes = [f"study {options.study}, seeds {console.listed(seeds)}, {options.steps} optimiser steps of "
+             f"{BATCH} prompts x 8, {options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
              f"{training.device(options)} for one trainer and one rollout replica, {options.jobs} runs side by side",
              "median [range] over seeds; differences within a seed; end: mean of the last two evaluations"]
     own = {f"{cell.name}, {name}": [*OBSERVED, *cell.own, *switches] for cell in options.settings
@@ -308,4 +313,4 @@ def main(argv: list[str] | None = None) -> int | str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

@@ -12,17 +12,18 @@ off: it would only make the plain step slower.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import random
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from bench.common import console
 from bench.common.scripted_scheduler import (
     PROMPT,
     VOCABULARY,
@@ -236,21 +237,20 @@ def measure(asynchronous: bool, requests: int, rounds: int, steps: int, seed: in
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=150, help="blocks of every arm")
-    parser.add_argument("--steps", type=int, default=6, help="timed steps in a block")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--classes", default="sync,async")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser = console.command_line("bench.scheduler_cost", __doc__.partition("\n")[0])
+    parser.add_argument("--requests", type=console.count, default=1024)
+    parser.add_argument("--rounds", type=console.count, default=150, help="blocks of every arm")
+    parser.add_argument("--steps", type=console.count, default=6, help="timed steps in a block")
+    parser.add_argument("--seed", type=console.whole, default=0)
+    parser.add_argument("--classes", type=console.names(("sync", "async")), default="sync,async")
+    parser.add_argument("--out", type=console.output_file, default=RESULT)
     options = parser.parse_args(argv)
     result = {**environment(options.seed), "requests": options.requests, "rounds": options.rounds,
               "steps": options.steps, "history_tokens": HISTORY, "load_average_before": os.getloadavg()[0]}
-    for name in options.classes.split(","):
+    for name in options.classes:
         result[name] = measure(name == "async", options.requests, options.rounds, options.steps, options.seed)
     result["load_average_after"] = os.getloadavg()[0]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    for name in options.classes.split(","):
+    for name in options.classes:
         for arm, row in result[name]["arms"].items():
             ratio, own, share = row["ratio_to_plain"], row["own_microseconds_per_step"], row["own_over_upstream"]
             print(f"{name:5} {arm:26} {row['microseconds_per_step']['median']:8.0f} us, own {own['median']:6.1f} us = "
@@ -264,9 +264,9 @@ def main(argv: list[str] | None = None) -> dict:
                 result[name][what]["microseconds"])
             result[name].setdefault("within", {})[what] = found < limit
             print(f"{name:5} {what:26} {found:8.4f} {'is' if found < limit else 'is NOT'} below {limit}")
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    console.write(options.out, json.dumps(result, indent=1) + "\n")
     return result
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(console.exit_code(main))

@@ -9,16 +9,14 @@ number of pairs runs in between: its interval says what the machine's noise alon
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import random
 import statistics
 import sys
-from pathlib import Path
 
-from bench.common import ROOT
+from bench.common import ROOT, console
 from bench.common.provenance import commit, cpu_model
 
 RESAMPLES = 2000
@@ -81,12 +79,10 @@ def machine() -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=300)
-    parser.add_argument("--json", type=Path, help="write the result here, too")
+    parser = console.command_line("bench.startup", __doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=console.count, default=300)
+    parser.add_argument("--json", type=console.output_file, help="write the result here, too")
     options = parser.parse_args(argv)
-    if options.pairs < 1:
-        parser.error("--pairs must be at least 1")
     arguments = f" --pairs {options.pairs}" + (f" --json {options.json}" if options.json else "")
     for environment in environments() * WARM_UP:
         start(environment)
@@ -98,10 +94,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{text}: {m['median']:+.3f} ms CPU per start, 95 % [{m['low']:+.3f}, {m['high']:+.3f}]")
     print(f"baseline {result['baseline_ms']:.2f} ms, {options.pairs} pairs, python {result['python']}")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        console.write(options.json, json.dumps(result, indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

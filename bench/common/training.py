@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.common import ROOT, arm, compare, stack
+from bench.common import ROOT, arm, compare, console, stack
 from bench.common.console import print_table, say
 from bench.common.modules import ARMS
 from bench.common.provenance import commit, cpu_model, without_folders
@@ -242,7 +242,7 @@ def report(found, curves, failed: list[str], options, arms: dict[str, list[str]]
               for name, seeds in curves.items()}
     found = with_same_prompts(with_equal_samples(found, curves), rewards)
     rows = table({name: seeds for name, seeds in found.items() if seeds})
-    notes = [f"task {options.task}, seeds {options.seeds}, {options.budget:.0f} s per run, "
+    notes = [f"task {options.task}, seeds {console.listed(options.seeds)}, {options.budget:.0f} s per run, "
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
              f"{device(options)} for {['one trainer', f'a trainer on {trainers(options)}'][trainers(options) > 1]} and "
              f"{options.replicas} rollout replica{'s' * (options.replicas > 1)}, {options.jobs} runs side by side",
@@ -260,7 +260,7 @@ def publish(rows: list[list[str]], notes: list[str], options, data: dict) -> int
         options.results.parent.mkdir(parents=True, exist_ok=True)
         module = getattr(sys.modules["__main__"].__spec__, "name", "bench.ablation")
         command = without_folders(shlex.join(["python", "-m", module, *sys.argv[1:]]))
-        record = {"command": command, "commit": commit(), "seeds": list(map(int, options.seeds.split(","))),
+        record = {"command": command, "commit": commit(), "seeds": options.seeds,
                   "device": device(options), "notes": notes, "table": rows, **data,
                   "failed": [without_folders(line) for line in data["failed"]]}
         options.results.write_text(json.dumps(record, indent=1) + "\n")

@@ -18,14 +18,14 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import random
 import sys
 import time
 from collections.abc import Iterable
 from itertools import islice, product
-from pathlib import Path
 
-from bench.common import workload
+from bench.common import console, workload
 from bench.common.console import print_table
 from bench.engine import options as common
 from bench.engine import tau
@@ -33,38 +33,53 @@ from bench.engine.driver import Course, Driver, OutOfTime
 from bench.engine.fleet import Fleet
 from bench.engine.measures import preempted, summary, table
 from bench.policies import ASYNC, SYNC, Limits, baseline, policies, policy
-from esgrpo.errors import EsgrpoError
 
 LEAST_UPDATES = 4  # under sync, so that what is carried over can end inside the run
 CAPACITY_CONTEXT = 1024  # tokens per request at which the capacity is measured, when it is not told
 
 
+def workloads(text: str) -> list[str]:
+    """A type of argparse."""
+    for name in text.split(","):
+        if name not in workload.PRESETS and not os.path.isfile(name):
+            raise argparse.ArgumentTypeError(f"{name}: wanted {', '.join(workload.PRESETS)}, or a recorded trace")
+    return text.split(",")
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = console.command_line("bench.engine", __doc__.partition("\n")[0])
     common.add_engine_options(parser)
     parser.add_argument("--policies", default="verl,colocate_async,es-grpo", help=f"of {', '.join(policies())}")
-    parser.add_argument("--scenario", default="sync", help="sync, async or sync,async")
-    parser.add_argument("--workload", default="math",
+    parser.add_argument("--scenario", type=console.names((SYNC, ASYNC)), default="sync",
+                        help="sync, async or sync,async")
+    parser.add_argument("--workload", type=workloads, default="math",
                         help=f"one or more of {', '.join(workload.PRESETS)}, or of recorded traces (files)")
-    parser.add_argument("--groups", type=int, default=64, help="groups of an update")
-    parser.add_argument("--members", type=int, default=8)
-    parser.add_argument("--cap", type=int, default=16384, help="longest response, tokens")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on the preset's lengths")
-    parser.add_argument("--updates", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--staleness", type=float, default=0.5, help="async: groups begun beyond an update's, share")
-    parser.add_argument("--train-s", type=float, default=0.0, help="async: seconds of training per update")
-    parser.add_argument("--sync-s", type=float, default=1.0, help="seconds in which the weights are loaded")
-    parser.add_argument("--capacity", type=int, default=0, help="requests at which a replica is full; 0: measured")
-    parser.add_argument("--seed", default="1", help="of the workload, one or more: a pair of runs has the same")
-    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--groups", type=console.count, default=64, help="groups of an update")
+    parser.add_argument("--members", type=console.count, default=8)
+    parser.add_argument("--cap", type=console.count, default=16384, help="longest response, tokens")
+    parser.add_argument("--scale", type=console.positive, default=1.0, help="factor on the preset's lengths")
+    parser.add_argument("--updates", type=console.count, default=1)
+    parser.add_argument("--repeats", type=console.count, default=1)
+    parser.add_argument("--staleness", type=console.not_negative, default=0.5,
+                        help="async: groups begun beyond an update's, share")
+    parser.add_argument("--train-s", type=console.not_negative, default=0.0,
+                        help="async: seconds of training per update")
+    parser.add_argument("--sync-s", type=console.not_negative, default=1.0,
+                        help="seconds in which the weights are loaded")
+    parser.add_argument("--capacity", type=console.whole, default=0,
+                        help="requests at which a replica is full; 0: measured")
+    parser.add_argument("--seed", type=console.seeds, default="1",
+                        help="of the workload, one or more: a pair of runs has the same")
+    parser.add_argument("--results", type=console.output_file, required=True)
     options = parser.parse_args(argv)
-    options.policies, options.scenario = options.policies.split(","), options.scenario.split(",")
-    options.workloads = options.workload.split(",")
-    try:
-        options.seeds = [int(seed) for seed in options.seed.split(",")]
-    except ValueError:
-        parser.error(f"--seed {options.seed}: wanted whole numbers, as 1,2,3")
+    options.policies, options.workloads, options.seeds = options.policies.split(","), options.workload, options.seed
+    for name in options.workloads:
+        if name not in workload.PRESETS:
+            with console.reading("--workload", name, "a recorded trace"):
+                found = len(workload.replay(name, options.members, options.cap))
+            if found < options.groups * options.updates:
+                parser.error(f"--workload {name}: {found} groups of {options.members} responses, wanted "
+                             f"{options.groups * options.updates}")
     for name in options.policies:
         try:
             kind = policy(name)
@@ -218,12 +233,8 @@ def main(argv: list[str] | None = None) -> int:
     options.prompt = max(options.prompt, *(shape.prompt_tokens for name, shape in workload.PRESETS.items()
                                            if name in options.workloads), 1)
     with contextlib.suppress(KeyboardInterrupt):
-        try:
-            with common.start(options) as (fleet, facts):
-                records = compare(fleet, options, facts, began)
-        except EsgrpoError as error:
-            print(error, file=sys.stderr)
-            return 1
+        with common.start(options) as (fleet, facts):
+            records = compare(fleet, options, facts, began)
         for kind in options.workloads:
             show([record for record in records if record["workload"] == kind], kind, options)
         if warning(options):  # again, next to the numbers
@@ -233,4 +244,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

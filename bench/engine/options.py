@@ -14,6 +14,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from bench.common import console
 from bench.engine import fleet as fleets
 from bench.engine import model
 
@@ -28,14 +29,15 @@ def say(text: str) -> None:
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="random:273M", help="model directory, or random:<parameters>")
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="requests that run at once on a replica")
-    parser.add_argument("--batched-tokens", type=int, default=8192, help="tokens of one engine step")
-    parser.add_argument("--kv-gb", type=float, default=16.0, help="GiB of KV cache a replica")
-    parser.add_argument("--prompt", type=int, default=1024, help="longest prompt, tokens")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "esgrpo-engine-bench",
+    parser.add_argument("--replicas", type=console.count, default=1)
+    parser.add_argument("--max-num-seqs", type=console.count, default=256,
+                        help="requests that run at once on a replica")
+    parser.add_argument("--batched-tokens", type=console.count, default=8192, help="tokens of one engine step")
+    parser.add_argument("--kv-gb", type=console.positive, default=16.0, help="GiB of KV cache a replica")
+    parser.add_argument("--prompt", type=console.count, default=1024, help="longest prompt, tokens")
+    parser.add_argument("--cache", type=console.output_folder, default=Path.home() / ".cache" / "esgrpo-engine-bench",
                         help="compiled kernels and the random model's config")
-    parser.add_argument("--deadline", type=float, default=1e9,
+    parser.add_argument("--deadline", type=console.positive, default=1e9,
                         help="seconds; a run that would not end before it is left out")
 
 

@@ -9,15 +9,15 @@ The results are the simulator's input. A point that does not fit into the KV cac
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
+from bench.common import console
 from bench.engine import options as common
 from bench.engine.fleet import Fleet
+from esgrpo.errors import EsgrpoError
 
 WINDOWS = 3
 STEPS = 40  # of a window
@@ -123,15 +123,18 @@ def measure(fleet: Fleet, limit: int, contexts: list[int], steps: int, end: floa
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = console.command_line("bench.engine.tau", __doc__.partition("\n")[0])
     common.add_engine_options(parser)
-    parser.add_argument("--contexts", default="512,4096", help="tokens in the KV cache of every request")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"decode steps of each of the {WINDOWS} windows")
-    parser.add_argument("--sync-s", type=float, default=1.0, help="seconds of a weight sync, for the simulator")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--contexts", type=console.counts, default="512,4096",
+                        help="tokens in the KV cache of every request")
+    parser.add_argument("--steps", type=console.count, default=STEPS,
+                        help=f"decode steps of each of the {WINDOWS} windows")
+    parser.add_argument("--sync-s", type=console.not_negative, default=1.0,
+                        help="seconds of a weight sync, for the simulator")
+    parser.add_argument("--out", type=console.output_file, required=True)
     options = parser.parse_args(argv)
     began = time.monotonic()
-    contexts = [int(context) for context in options.contexts.split(",")]
+    contexts = options.contexts
     options.prompt = max(contexts)
     prefill_steps = -(-options.max_num_seqs * max(contexts) // options.batched_tokens)
     options.cap = options.steps * WINDOWS + SPARE + 2 * prefill_steps
@@ -139,13 +142,13 @@ def main(argv: list[str] | None = None) -> int:
         points, left = measure(fleet, options.max_num_seqs, contexts, options.steps, began + options.deadline,
                                common.say)
     if not points:
-        raise SystemExit("no point was measured: is --kv-gb large enough, --deadline long enough?")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"tau": record(points, facts, options), **facts,
-                                       "capacity": capacity(points, options.max_num_seqs), "points": points,
-                                       "left_out": left}, indent=1) + "\n")
+        raise EsgrpoError("bench.engine.tau", "no point was measured", "room for one and time for it",
+                          "nothing was written", "raise --kv-gb or --deadline")
+    console.write(options.out, json.dumps({"tau": record(points, facts, options), **facts,
+                                           "capacity": capacity(points, options.max_num_seqs), "points": points,
+                                           "left_out": left}, indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

@@ -11,7 +11,6 @@ Apache-2.0, see DIR/LICENSES.md.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import re
@@ -22,6 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from bench.common import console
 from bench.common.console import print_table, say
 from bench.pretrained import families, lora, wheels
 from bench.pretrained import model as hf_model
@@ -163,13 +163,12 @@ def make(out: Path, carried: Path | None, start: Path | None, seed: int,
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.pretrained", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.command_line("bench.pretrained", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
     parser.add_argument("--wheels", type=Path, help="directory with the wheels of wheels.txt; nothing is downloaded")
     parser.add_argument("--start", type=Path, help=f"low-rank difference to merge; default: {START.name} here")
     parser.add_argument("--raw", action="store_true", help="merge nothing")
-    parser.add_argument("--seed", type=int, default=0, help="of the questions")
+    parser.add_argument("--seed", type=console.whole, default=0, help="of the questions")
     parser.add_argument("--questions", default="", help="more or fewer of them, as in lcm.train=4096,lcm.val=512; "
                         f"default, of each family: {', '.join(f'{split}={n}' for split, n in COUNTS.items())}")
     args = parser.parse_args(argv)
@@ -191,4 +190,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

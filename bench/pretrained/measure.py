@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from bench.common import console
 from bench.common.console import print_table, say
 from bench.common.scales import cpu_dtype
 from bench.pretrained.families import FAMILIES, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, SPLITS
@@ -119,20 +120,19 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.pretrained.measure", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.command_line("bench.pretrained.measure", __doc__)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--tasks", type=Path, help="default: tasks/ beside the model")
+    parser.add_argument("--tasks", type=console.existing_folder, help="default: tasks/ beside the model")
     parser.add_argument("--family", dest="families", action="append", choices=FAMILIES,
                         help="may be repeated; default: all")
     parser.add_argument("--split", choices=SPLITS, default="val")
-    parser.add_argument("--prompts", type=int, default=64, help="of each family")
-    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
-    parser.add_argument("--cap", type=int, default=MAX_RESPONSE_TOKENS, help="tokens of a response")
-    parser.add_argument("--memory", type=float, default=0.8, help="share of the GPU's")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the numbers there")
-    parser.add_argument("--keep", type=Path, help="write the samples there, gzipped")
+    parser.add_argument("--prompts", type=console.count, default=64, help="of each family")
+    parser.add_argument("--samples", type=console.count, default=8, help="of each prompt")
+    parser.add_argument("--cap", type=console.count, default=MAX_RESPONSE_TOKENS, help="tokens of a response")
+    parser.add_argument("--memory", type=console.share, default=0.8, help="share of the GPU's")
+    parser.add_argument("--seed", type=console.whole, default=0)
+    parser.add_argument("--json", type=console.output_file, help="write the numbers there")
+    parser.add_argument("--keep", type=console.output_file, help="write the samples there, gzipped")
     args = parser.parse_args(argv)
     args.families = args.families or list(FAMILIES)
     args.tasks = args.tasks or args.model.parent / "tasks"
@@ -145,4 +145,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":  # vLLM starts processes that import this file
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

@@ -7,7 +7,6 @@ The families take turns, as the prompts of a mixed data set do.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import itertools
 import json
@@ -15,6 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from bench.common import console
 from bench.common.recorded_groups import response, write
 
 RIGHT = 0.5  # reward from which a kept sample is correct
@@ -30,10 +30,10 @@ def of_kept(kept: dict) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.command_line("bench.pretrained.record_groups", __doc__)
     parser.add_argument("kept", type=Path, help="what bench.pretrained.measure --keep has written")
     parser.add_argument("--model", required=True, help="in words; the folder of that machine says nothing")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=console.output_file, required=True)
     options = parser.parse_args(argv)
     try:
         kept = json.loads(gzip.decompress(options.kept.read_bytes()))
@@ -55,4 +55,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

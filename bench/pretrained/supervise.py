@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+from bench.common import console
 from bench.common.console import say
 from bench.pretrained import lora, worked
 from bench.pretrained.families import FAMILIES
@@ -132,17 +133,18 @@ def train(model, examples: dict[str, list[Example]], args, pad: int) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.pretrained.supervise", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.command_line("bench.pretrained.supervise", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="made with bench.pretrained --raw")
     parser.add_argument("--tasks", type=Path, help="default: tasks/ beside the model")
-    parser.add_argument("--out", type=Path, required=True, help="safetensors file to write")
+    parser.add_argument("--out", type=console.output_file, required=True, help="safetensors file to write")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--families", default=",".join(FAMILIES), help="with a comma; default: all")
     parser.add_argument("--save-at", default="", help="steps after which to write a checkpoint, with a comma")
-    parser.add_argument("--micro-tokens", type=int, help=f"of a forward pass, padded; default: {MICRO_TOKENS}")
-    for name, kind, default in (("steps", int, STEPS), ("batch", int, BATCH), ("lr", float, PEAK_LR),
-                                ("rank", int, RANK), ("seed", int, 0), ("threads", int, 2)):
+    parser.add_argument("--micro-tokens", type=console.count,
+                        help=f"of a forward pass, padded; default: {MICRO_TOKENS}")
+    for name, kind, default in (("steps", console.count, STEPS), ("batch", console.count, BATCH),
+                                ("lr", console.positive, PEAK_LR), ("rank", console.count, RANK),
+                                ("seed", console.whole, 0), ("threads", console.count, 2)):
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"default: {default}")
     args = parser.parse_args(argv)
     unknown = set(args.families.split(",")) - set(FAMILIES)
@@ -196,4 +198,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

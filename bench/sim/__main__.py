@@ -9,25 +9,33 @@ import argparse
 import dataclasses
 import gc
 import json
+import sys
 
+from bench.common import console
 from bench.common.workload import PRESETS, replay
 from bench.policies import ASYNC, SYNC, baseline, policies
 from bench.sim.device import DEFAULT, Device
 from bench.sim.experiment import Setting, describe, policy_for, run
+from bench.sim.simulation import Stuck
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m bench.sim", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = console.command_line("bench.sim", __doc__)
     choices = {"workload": sorted(PRESETS), "scenario": [SYNC, ASYNC]}
+    zero = {"seed": console.whole, "prompts": console.whole, "warm": console.whole, "train_s": console.not_negative,
+            "staleness": console.not_negative}  # may be 0
+    kinds = {str: str, int: console.count, float: console.positive}
     for field in dataclasses.fields(Setting):
-        result.add_argument("--" + field.name.replace("_", "-"), type=type(field.default), default=field.default,
+        result.add_argument("--" + field.name.replace("_", "-"), default=field.default,
+                            type=zero.get(field.name, kinds[type(field.default)]),
                             choices=choices.get(field.name), help=f"default {field.default}")
     result.add_argument("--policy", default="", help="comma-separated, ratios are against the first: "
                         + ", ".join(policies()) + "; default: verl's best in the scenario, and es-grpo")
-    result.add_argument("--replay", metavar="FILE", help="a recorded length trace instead of a generated workload")
-    result.add_argument("--tau", default=str(DEFAULT), metavar="FILE", help="measured device (bench/sim/h100.json)")
-    result.add_argument("--kv-tokens", type=int, help="KV cache of a replica, instead of the device's")
+    result.add_argument("--replay", type=console.existing_file, metavar="FILE",
+                        help="a recorded length trace instead of a generated workload")
+    result.add_argument("--tau", type=console.existing_file, default=DEFAULT, metavar="FILE",
+                        help="measured device (bench/sim/h100.json)")
+    result.add_argument("--kv-tokens", type=console.count, help="KV cache of a replica, instead of the device's")
     result.add_argument("--json", action="store_true", help="the whole result instead of a table")
     return result
 
@@ -61,13 +69,23 @@ def main(argv=None) -> int:
         except (KeyError, ValueError) as error:
             reader.error(error.args[0])
     gc.disable()  # millions of live objects and no cycles: a collection would walk all of them for nothing
-    device = Device.load(options.tau, kv_tokens=options.kv_tokens)
+    with console.reading("--tau", options.tau, "what bench.engine.tau writes"):
+        device = Device.load(options.tau, kv_tokens=options.kv_tokens)
     results = {}
     for name in names:
-        trace = iter(replay(options.replay, setting.members, setting.cap)) if options.replay else None
-        results[name] = run(setting, name, device, trace)
+        trace = None
+        if options.replay:
+            with console.reading("--replay", options.replay, "a trace as bench.common.workload.replay says"):
+                trace = replay(options.replay, setting.members, setting.cap)
+        try:
+            results[name] = run(setting, name, device, None if trace is None else iter(trace))
+        except Stuck:
+            if trace is None:
+                raise
+            reader.error(f"--replay {options.replay}: {len(trace)} groups of {setting.members} responses, wanted more: "
+                         f"{name} has not enough of them for {setting.updates} updates")
     if options.json:
-        origin = "default: bench/sim/h100.json" if options.tau == str(DEFAULT) else options.tau
+        origin = "default: bench/sim/h100.json" if options.tau == DEFAULT else str(options.tau)
         print(json.dumps({**describe(setting, device, origin), "policies": results}, indent=1, sort_keys=True))
     else:
         print(table(results))
@@ -75,4 +93,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(console.exit_code(main))

@@ -9,15 +9,16 @@ learning is not simulated.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import statistics
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 
+from bench.common import console
 from bench.common.provenance import add_results, write_record
 from bench.sim.async_loop import Case, Loop
 from esgrpo.algo.overlap_law import Setting
@@ -50,11 +51,12 @@ def median(rows: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float
 
 
 def main(argv: list[str] | None = None) -> int:
-    reader = argparse.ArgumentParser(prog="python -m bench.sim.null_groups", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    reader = console.command_line("bench.sim.null_groups", __doc__)
     reader.add_argument("--json", action="store_true", help="the whole result instead of a table")
-    reader.add_argument("--groups", type=int, default=GROUPS, help=f"trained groups of a run, default {GROUPS}")
-    reader.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the lengths and of who has no gradient")
+    reader.add_argument("--groups", type=console.count, default=GROUPS,
+                        help=f"trained groups of a run, default {GROUPS}")
+    reader.add_argument("--seeds", type=console.whole, nargs="+", default=SEEDS,
+                        help="of the lengths and of who has no gradient")
     add_results(reader)
     options = reader.parse_args(argv)
     chosen = list(product(SETTINGS, SHARES, RATIOS))
@@ -82,4 +84,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(console.exit_code(main))

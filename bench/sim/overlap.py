@@ -23,13 +23,14 @@ included, but in the cases that begin at an extreme setting and say "second half
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+from bench.common import console
 from bench.common.provenance import add_results, seeds_of, write_record
 from bench.sim.async_loop import GROUPS, MINI_BATCH, Case, Loop, begun_at_most
 from esgrpo.algo.overlap import Controller
@@ -103,11 +104,10 @@ def _said(setting: Setting) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    reader = argparse.ArgumentParser(prog="python -m bench.sim.overlap", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    reader = console.command_line("bench.sim.overlap", __doc__)
     reader.add_argument("--json", action="store_true", help="the whole result instead of a table")
     reader.add_argument("--case", default="", metavar="NAME", help="only cases whose name contains this")
-    reader.add_argument("--groups", type=int, default=GROUPS, help=f"groups of a run, default {GROUPS}")
+    reader.add_argument("--groups", type=console.count, default=GROUPS, help=f"groups of a run, default {GROUPS}")
     reader.add_argument("--seed", type=int, default=1, help="of the lengths, default 1")
     reader.add_argument("--null-groups", choices=tuple(map(str, NullGroups)), metavar="MODE",
                         help="other cases: half of the groups without a gradient, under this segment.null_groups")
@@ -117,6 +117,9 @@ def main(argv: list[str] | None = None) -> int:
     found = {seed: filtered(options.null_groups, options.groups, seed) if options.null_groups else
              cases(options.groups, seed) for seed in seeds}
     chosen = [case for each in found.values() for case in each if options.case in case.name]
+    if not chosen:
+        known = dict.fromkeys(case.name for each in found.values() for case in each)
+        reader.error(f"--case {options.case}: wanted a part of {'; '.join(known)}")
     with ProcessPoolExecutor(min(len(chosen), os.cpu_count() or 1)) as pool:
         results = list(pool.map(play, chosen))
     if options.results:
@@ -136,4 +139,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(console.exit_code(main))

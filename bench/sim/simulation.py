@@ -25,6 +25,7 @@ from bench.policies import (
 )
 from bench.sim.device import BLOCK, Device
 from bench.sim.replica import NEVER, Replica, Run
+from esgrpo.errors import EsgrpoError
 
 RESUMED, TRAINED = -1, -2  # events that are no replica's
 UNBOUNDED = 1 << 60
@@ -157,8 +158,9 @@ class Simulation:
         if sample.key in self.where:
             raise ValueError(f"sample {sample.key} is submitted twice")
         if sample.prompt_tokens + sample.tokens + 2 * BLOCK > self.device.kv_tokens:
-            raise ValueError(f"sample {sample.key} of {sample.tokens} tokens does not fit into a KV cache of "
-                             f"{self.device.kv_tokens}")
+            raise EsgrpoError("bench.sim", f"a KV cache of {self.device.kv_tokens} tokens",
+                              f"room for a response of {sample.tokens} and its prompt", "nothing was simulated",
+                              "raise --kv-tokens, or lower --cap")
         if sample.group not in self.begun:
             self.begun[sample.group] = self.now
             self.view.allowance -= 1

@@ -15,7 +15,6 @@ train one again soon is not modelled: bench.prompt_sampling lets them drift.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
@@ -24,6 +23,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bench.common import console
 from bench.policies import ASYNC, DECISIONS, SYNC, baseline, policies
 from bench.policies.tail import TailSieve
 from bench.sim.device import Device
@@ -220,26 +220,26 @@ PARTS = {"modules": modules, "policies": compared, "sync": carried, "steady": st
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser = console.command_line("bench.sim.study", __doc__)
+    parser.add_argument("--out", type=console.output_file)
+    parser.add_argument("--seeds", type=console.seeds, default="1,2,3")
+    parser.add_argument("--parts", type=console.names(PARTS), default=",".join(PARTS))
     parser.add_argument("--small", action="store_true", help="toy sizes, to see that it works")
     options = parser.parse_args(argv)
-    runs = Runs([int(seed) for seed in options.seeds.split(",")], SMALL if options.small else {})
+    runs = Runs(options.seeds, SMALL if options.small else {})
     found = {"simulated": True, "device": f"simulated: {Device.load().name}", "tau": "bench/sim/h100.json",
              "command": shlex.join(["python", "-m", "bench.sim.study", *(sys.argv[1:] if argv is None else argv)]),
              "commit": commit(), "seeds": runs.seeds, "base": dataclasses.asdict(BASE),
              "ranks": {"High": HIGH, "Medium": MEDIUM,
                        "of": "what leaving the module out loses, in the baseline's groups with gradient/s"}}
-    for part in options.parts.split(","):
+    for part in options.parts:
         found[part] = PARTS[part](runs)
         found["where_it_does_not_help"] = no_help(found)
         if options.out:  # after each part: a killed study keeps what it has
-            options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            console.write(options.out, json.dumps(found, indent=1) + "\n")
     print(table(found))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(console.exit_code(main))

@@ -9,13 +9,13 @@ from --tau, what bench.engine.tau wrote about the same device; the first of thes
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import statistics
 import sys
 from pathlib import Path
 
+from bench.common import console
 from bench.common.provenance import commit
 from bench.common.workload import PRESETS, replay
 from bench.sim.device import LEAST_MS, Device, read_tau
@@ -23,6 +23,7 @@ from bench.sim.experiment import Setting, run
 
 CLOSE = 0.10  # of the measured makespan: what the project asks for
 SAME = ("replicas", "groups", "members", "cap", "updates", "scenario", "seed", "scale", "train_s", "staleness")
+NEEDED = ("workload", "policy", "max_num_seqs", "makespan_s")
 
 
 def load(path: Path) -> tuple[dict | None, list[dict]]:
@@ -39,6 +40,8 @@ def load(path: Path) -> tuple[dict | None, list[dict]]:
         runs = found.get("runs") or ([found] if found.get("kind") == "run" else [])
     if not runs:
         raise ValueError(f"{path} has no runs")
+    if missing := [name for row in runs for name in NEEDED if name not in row]:
+        raise ValueError(f"a run without {missing[0]}")
     return median_of(taus), runs
 
 
@@ -97,15 +100,18 @@ def judge(rows: list[dict]) -> dict:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--tau", type=Path, nargs="+", default=[])
-    parser.add_argument("--out", type=Path)
+    parser = console.command_line("bench.sim.validate", __doc__)
+    parser.add_argument("runs", type=console.existing_file, nargs="+")
+    parser.add_argument("--tau", type=console.existing_file, nargs="+", default=[])
+    parser.add_argument("--out", type=console.output_file)
     options = parser.parse_args(argv)
-    given = [read_tau(json.loads(path.read_text(encoding="utf-8"))) for path in options.tau]
-    rows = []
+    given, rows = [], []
+    for path in options.tau:
+        with console.reading("--tau", path, "what bench.engine.tau writes"):
+            given.append(read_tau(json.loads(path.read_text(encoding="utf-8"))))
     for path in options.runs:
-        own, runs = load(path)
+        with console.reading("RUNS", path, "what bench.engine writes"):
+            own, runs = load(path)
         if not (tau := own or next(iter(given), None)):
             parser.error(f"{path} has no record of kind tau; name one with --tau")
         tau = with_context(tau, next((one for one in given if one["device"] == tau["device"]), None))
@@ -120,9 +126,9 @@ def main(argv=None) -> int:
         command = shlex.join(["python", "-m", "bench.sim.validate", *(sys.argv[1:] if argv is None else argv)])
         record = {"simulated": True, "command": command, "commit": commit(), "runs": rows, "verdict": verdict,
                   "device": "simulated: " + ", ".join(dict.fromkeys(row["device"] for row in rows))}
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        console.write(options.out, json.dumps(record, indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(console.exit_code(main))

@@ -8,13 +8,14 @@ reward on the val split is measured before and after.
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
+from bench.common import console
 from bench.testbed.sampler import sample
 from bench.testbed.statistics import MODEL
 from bench.testbed.task import MAX_RESPONSE_TOKENS, TASKS, Problem, generate, score
@@ -67,18 +68,18 @@ def evaluate(policy: Policy, task: str, count: int) -> str:
     return f"val reward {rewards.mean():.3f}, mean length {sum(map(len, responses)) / count:.1f} tokens"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    parser = console.command_line("bench.testbed.grpo_check", __doc__)
     parser.add_argument("--task", choices=TASKS, default="search")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--prompts", type=int, default=8, help="per step")
-    parser.add_argument("--group", type=int, default=8, help="rollouts per prompt")
-    parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--val", type=int, default=1000, help="val problems")
-    parser.add_argument("--model", type=Path, default=MODEL, help="directory")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
+    parser.add_argument("--steps", type=console.count, default=60)
+    parser.add_argument("--prompts", type=console.count, default=8, help="per step")
+    parser.add_argument("--group", type=console.count, default=8, help="rollouts per prompt")
+    parser.add_argument("--lr", type=console.positive, default=2e-4)
+    parser.add_argument("--seed", type=console.whole, default=0)
+    parser.add_argument("--val", type=console.count, default=1000, help="val problems")
+    parser.add_argument("--model", type=console.model_folder, default=MODEL, help="directory")
+    parser.add_argument("--threads", type=console.count, default=1)
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     policy = Policy(args.model, args.seed)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=args.lr, weight_decay=0.0)
@@ -97,4 +98,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(console.exit_code(main))

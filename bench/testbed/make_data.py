@@ -5,11 +5,12 @@ python -m bench.testbed.make_data --task search --seed 0 --out data/search
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 
 import pandas as pd
 
+from bench.common import console
 from bench.testbed.task import SMALL, SPLITS, TASKS, Problem, Scale, generate
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
@@ -37,19 +38,19 @@ def write(task: str, seed: int, counts: dict[str, int], out: Path, scale: Scale 
     return paths
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    parser = console.command_line("bench.testbed.make_data", __doc__)
     parser.add_argument("--task", choices=TASKS, default="search")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", type=int, default=2048, help="rows")
-    parser.add_argument("--val", type=int, default=256, help="rows")
-    parser.add_argument("--test", type=int, default=256, help="rows")
-    parser.add_argument("--out", type=Path, required=True, help="directory")
-    args = parser.parse_args()
+    parser.add_argument("--seed", type=console.whole, default=0)
+    parser.add_argument("--train", type=console.whole, default=2048, help="rows")
+    parser.add_argument("--val", type=console.whole, default=256, help="rows")
+    parser.add_argument("--test", type=console.whole, default=256, help="rows")
+    parser.add_argument("--out", type=console.output_folder, required=True, help="directory")
+    args = parser.parse_args(argv)
     counts = dict(zip(SPLITS, (args.train, args.val, args.test), strict=True))
     for split, path in write(args.task, args.seed, counts, args.out).items():
         print(f"{path}: {counts[split]} rows")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(console.exit_code(main))

@@ -9,7 +9,6 @@ the number of updates that its weights had seen. Temperature 1, the testbed's ca
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from bench.common import console
 from bench.common.provenance import commit, without_folders
 from bench.common.recorded_groups import response, write
 from bench.testbed.grpo_check import Policy, group_advantages, update
@@ -58,15 +58,15 @@ def learning_run(seed: int, steps: int, prompts: int, size: int) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=400)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=24, help="of the learning run")
-    parser.add_argument("--step-prompts", type=int, default=24, help="prompts of one of its steps")
+    parser = console.command_line("bench.testbed.record_groups", __doc__)
+    parser.add_argument("--prompts", type=console.count, default=400)
+    parser.add_argument("--group", type=console.count, default=8)
+    parser.add_argument("--steps", type=console.count, default=24, help="of the learning run")
+    parser.add_argument("--step-prompts", type=console.count, default=24, help="prompts of one of its steps")
     parser.add_argument("--only", choices=(*TASKS, LEARNING), help="one file of the three")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory")
+    parser.add_argument("--seed", type=console.whole, default=0)
+    parser.add_argument("--threads", type=console.count, default=1)
+    parser.add_argument("--out", type=console.output_folder, default=RESULTS, help="directory")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     command = shlex.join(["python", "-m", "bench.testbed.record_groups", *(sys.argv[1:] if argv is None else argv)])
@@ -89,4 +89,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(console.exit_code(main))

@@ -11,7 +11,6 @@ without being a loop is neither. Log-probs are of the sampled token at temperatu
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import shlex
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
+from bench.common import console
 from bench.common.provenance import commit
 from bench.testbed.sampler import sample
 from bench.testbed.statistics import LOOP_PATTERN, MODEL
@@ -84,12 +84,12 @@ def record(task: str, samples: int, seed: int, model_dir: Path = MODEL, batch: i
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.command_line("bench.testbed.record_loops", __doc__)
     parser.add_argument("--task", choices=TASKS, default="search")
-    parser.add_argument("--samples", type=int, default=8000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--samples", type=console.count, default=8000)
+    parser.add_argument("--seed", type=console.whole, default=0)
+    parser.add_argument("--threads", type=console.count, default=1)
+    parser.add_argument("--out", type=console.output_file, default=RESULT)
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     began = time.time()
@@ -107,4 +107,4 @@ def main(argv: list[str] | None = None) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(console.exit_code(main))

@@ -8,7 +8,6 @@ is 1, with a line for each criterion, if a value is out of its range; the ranges
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -19,8 +18,9 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
+from bench.common import console
 from bench.testbed.sampler import sample
-from bench.testbed.task import SCALES, SMALL, TASKS, Scale, generate, score
+from bench.testbed.task import SCALES, SMALL, SPLITS, TASKS, Scale, generate, score
 from bench.testbed.train_model import encode_prompt
 
 MODEL = Path(__file__).with_name("model")
@@ -103,19 +103,21 @@ def measure(task: str, samples: int, per_prompt: int = 8, seed: int = 0, split: 
     return summarise(responses, rewards, per_prompt, scale.max_response_tokens)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> int:
+    parser = console.command_line("bench.testbed.statistics", __doc__)
     parser.add_argument("--task", choices=TASKS, default="search")
-    parser.add_argument("--samples", type=int, default=2000)
-    parser.add_argument("--per-prompt", type=int, default=8, help="samples per prompt, at least 2")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--split", default="test")
-    parser.add_argument("--model", type=Path, default=MODEL, help="directory")
+    parser.add_argument("--samples", type=console.count, default=2000)
+    parser.add_argument("--per-prompt", type=console.count, default=8, help="samples per prompt, at least 2")
+    parser.add_argument("--seed", type=console.whole, default=0)
+    parser.add_argument("--split", choices=SPLITS, default="test")
+    parser.add_argument("--model", type=console.model_folder, default=MODEL, help="directory")
     parser.add_argument("--scale", choices=SCALES, default="small", help="length of the tasks' walks")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", type=console.device, default="cpu")
+    parser.add_argument("--threads", type=console.count, default=1)
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.per_prompt < 2 or args.samples < 2 * args.per_prompt:
+        parser.error(f"--samples {args.samples} --per-prompt {args.per_prompt}: wanted two prompts of two at least")
     torch.set_num_threads(args.threads)
     began = time.time()
     stats = measure(args.task, args.samples, args.per_prompt, args.seed, args.split, args.model,
@@ -134,4 +136,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main))

@@ -11,9 +11,9 @@ other. bench.testbed.statistics says what it does; a recipe that gives the same 
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
+from bench.common import console
 from bench.testbed.task import (
     MAX_PROMPT_TOKENS,
     SCALES,
@@ -239,22 +240,25 @@ def train(model: Qwen2ForCausalLM, corpus: Corpus, steps: int, size: int, peak_l
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the model and the tokenizer")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = console.command_line("bench.testbed.train_model", __doc__)
+    parser.add_argument("--out", type=console.output_folder, required=True,
+                        help="directory of the model and the tokenizer")
+    parser.add_argument("--seed", type=console.whole, default=0)
     parser.add_argument("--scale", choices=SCALES, default="small", help="length of the tasks' walks")
-    parser.add_argument("--tasks", default=",".join(TASKS), help="what the demonstrations are of, with a comma")
-    parser.add_argument("--device", default="cpu")
-    for name, kind in (("steps", int), ("batch", int), ("lr", float), ("hidden", int), ("layers", int)):
+    parser.add_argument("--tasks", type=console.names(TASKS), default=",".join(TASKS),
+                        help="what the demonstrations are of, with a comma")
+    parser.add_argument("--device", type=console.device, default="cpu")
+    for name, kind in (("steps", console.count), ("batch", console.count), ("lr", console.positive),
+                       ("hidden", console.count), ("layers", console.count)):
         parser.add_argument(f"--{name}", type=kind, help="default: " + ", ".join(
             f"{getattr(size, name)} ({scale})" for scale, size in SIZES.items()))
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=console.count, default=1)
     args = parser.parse_args(argv)
-    tasks = tuple(args.tasks.split(","))
-    if not set(tasks) <= set(TASKS):
-        parser.error(f"--tasks {args.tasks}: known are {', '.join(TASKS)}")
+    tasks = tuple(args.tasks)
     given = {name: getattr(args, name) for name in ("steps", "batch", "lr", "hidden", "layers")}
     size = replace(SIZES[args.scale], **{name: value for name, value in given.items() if value is not None})
+    if size.hidden != size.head and size.hidden % (2 * size.head):
+        parser.error(f"--hidden {size.hidden}: wanted {size.head}, or a multiple of {2 * size.head}")
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     torch.backends.cuda.enable_cudnn_sdp(False)  # builds a plan for every new length, see bench.common.stack
@@ -267,4 +271,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(console.exit_code(main))

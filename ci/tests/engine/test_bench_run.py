@@ -59,6 +59,6 @@ def test_all_books_agree_on_two_replicas(tmp_path):
 
 def test_without_the_hook_it_stops(tmp_path):
     done = start(tmp_path, "--replicas", "1", "--policies", "verl", ESGRPO_DISABLE="segment-scheduler")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "it would measure plain vLLM" in done.stderr and "segment-scheduler: DISABLED" in done.stderr
     assert not (tmp_path / "r.jsonl").exists()

@@ -13,6 +13,7 @@ from bench.sim import study, validate
 from bench.sim.__main__ import main
 from bench.sim.device import DEFAULT, Device, read_tau
 from bench.sim.validate import SAME
+from esgrpo.errors import EsgrpoError
 
 TOY = ["--replicas", "2", "--groups", "4", "--members", "4", "--cap", "128", "--scale", "0.02", "--updates", "2",
        "--sequences", "8"]
@@ -133,7 +134,7 @@ def test_a_run_is_predicted_from_its_record_and_a_wrong_device_is_not(tmp_path, 
     assert validate.main([str(record(tmp_path, 2.0)), "--out", str(out)]) == 0
     assert json.loads(out.read_text())["verdict"]["within_10_percent"] == 0
     (tmp_path / "empty").write_text("{}")
-    with pytest.raises(ValueError, match="no runs"):
+    with pytest.raises(EsgrpoError, match="no runs"):
         validate.main([str(tmp_path / "empty")])
     capsys.readouterr()
 

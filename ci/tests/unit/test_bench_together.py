@@ -201,12 +201,13 @@ def test_all_runs_share_the_room_for_engines_and_one_that_failed_is_not_run_alon
     monkeypatch.setattr(together, "run", lambda commands, out, turns, gpus: asked.update(commands, turns=turns))
     monkeypatch.setattr(train, "prepare", lambda options, seeds: {seed: tmp_path for seed in seeds})
     monkeypatch.setattr(train.training, "report", lambda found, curves, failed, options, arms: len(failed))
+    (tmp_path / "config.json").touch()
     argv = ["--together", "--arms", "plain,overlay", "--seeds", "1,2", "--out", str(tmp_path), "--model", str(tmp_path)]
     assert train.main(argv) == 4  # none of them left a run
     assert asked.pop("turns") is not stack.SHARED
     assert list(asked) == ["plain seed 1", "overlay seed 1", "plain seed 2", "overlay seed 2"]
     options = train.parse(asked["overlay seed 2"][1:])
-    assert options.arms == "overlay" and options.seeds == "2" and not options.together
+    assert options.arms == "overlay" and options.seeds == [2] and not options.together
     alone = train.overrides(options, 2, tmp_path, tmp_path, "overlay")
     assert alone == train.overrides(train.parse(argv), 2, tmp_path, tmp_path, "overlay")
     assert alone[-1] == "actor_rollout_ref.rollout.gpu_memory_utilization=0.175"
@@ -219,12 +220,13 @@ def test_a_run_that_is_started_ahead_is_the_one_that_is_read_afterwards(tmp_path
     monkeypatch.setattr(together, "one_by_one", lambda commands, out, ahead: asked.update(commands))
     monkeypatch.setattr(train, "prepare", lambda options, seeds: {seed: tmp_path for seed in seeds})
     monkeypatch.setattr(train.training, "report", lambda found, curves, failed, options, arms: len(failed))
+    (tmp_path / "config.json").touch()
     argv = ["--start-ahead", "--arms", "plain,overlay", "--seeds", "1,2", "--out", str(tmp_path), "--model",
             str(tmp_path), "--engine-memory", "0.1"]
     assert train.main(argv) == 4  # none of them left a run
     assert list(asked) == ["plain seed 1", "overlay seed 1", "overlay seed 2", "plain seed 2"]
     options = train.parse(asked["overlay seed 2"][1:])
-    assert options.arms == "overlay" and options.seeds == "2" and not options.apart
+    assert options.arms == "overlay" and options.seeds == [2] and not options.apart
     alone = train.overrides(options, 2, tmp_path, tmp_path, "overlay")
     assert alone == train.overrides(train.parse(argv), 2, tmp_path, tmp_path, "overlay")
     assert alone[-2:] == [0.1, True]
@@ -232,6 +234,7 @@ def test_a_run_that_is_started_ahead_is_the_one_that_is_read_afterwards(tmp_path
 
 @pytest.mark.parametrize("more", [["--together"], ["--budget", "5000"], ["--start-ahead", "2", "--budget", "240"]])
 def test_what_cannot_be_started_ahead_is_refused(tmp_path, capsys, more):
+    (tmp_path / "config.json").touch()
     with pytest.raises(SystemExit):
         train.parse(["--start-ahead", "--model", str(tmp_path), *more])
     assert "not with --together, and budgets of at most 450 s" in capsys.readouterr().err

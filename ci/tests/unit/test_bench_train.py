@@ -153,10 +153,10 @@ def test_dapo_samples_dynamically_where_the_trainer_has_it_and_says_so(tmp_path)
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (("--task", "sorting"), "wanted one of gcd"), (("--cap", "0"), "--cap 0: wanted a number above 0"),
+    (("--task", "sorting"), "wanted one of gcd"), (("--cap", "0"), "--cap: 0 | wanted a whole number above 0"),
     (("--gpus", "2/2", "--arms", "plain gpus=1/2"), "3 GPUs, the others have 4"),
     (("--group", "1"), "no advantage"), (("--gpus", "2"), "TRAINER/ROLLOUT"), (("--segment", "9999"), "to the cap"),
-    (("--seeds", "one"), "whole numbers"), (("--budget", "-1"), "--budget -1.0: wanted a number above 0"),
+    (("--seeds", "one"), "whole numbers"), (("--budget", "-1"), "--budget: -1 | wanted a number above 0"),
     (("--stop", "/"), "exists already"),
     (("--arms", "plain colour=red"), "unknown value 'colour'"), (("--arms", "plain steps=0"), "steps is optimiser"),
     (("--arms", "plain loss=magic"), "loss is one of vanilla"), (("--arms", "plain steps=1 steps=4"), "said twice"),
@@ -243,7 +243,7 @@ def test_rewards_on_the_same_prompts_are_measures_and_stay_out_of_a_record(tmp_p
     monkeypatch.setattr(training, "device", lambda _options: "a device")
     curves = {name: {seed: {"by_samples": [], training.REWARDS: of} for seed, of in seeds.items()}
               for name, seeds in rewards.items()}
-    options = argparse.Namespace(task="lcm", seeds="1,2", budget=1.0, prompts=4, replicas=1, jobs=1, target=0.5)
+    options = argparse.Namespace(task="lcm", seeds=[1, 2], budget=1.0, prompts=4, replicas=1, jobs=1, target=0.5)
     training.report(found, curves, [], options)
     assert published["measures"]["C loops"][1][at] == 0.375
     assert published["curves"]["C loops"][1] == {"by_samples": []}

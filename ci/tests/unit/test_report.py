@@ -36,7 +36,7 @@ def ablation_record(directory, scale=2.0, seeds=(1, 2, 3)):
              "all": {seed: {key: scale * value for key, value in MEASURES.items()} for seed in seeds},
              "C pruning": {seed: MEASURES for seed in seeds}, "keep": {seed: MEASURES for seed in seeds}}
     curves = {arm: {seed: CURVES for seed in seeds} for arm in found}
-    options = SimpleNamespace(task="search", seeds=",".join(map(str, seeds)), budget=60.0, prompts=2048,
+    options = SimpleNamespace(task="search", seeds=list(seeds), budget=60.0, prompts=2048,
                               cores=2, jobs=1, replicas=1, target=0.6,
                               results=directory / "ablation_search.json")
     training.report(found, curves, [], options)
