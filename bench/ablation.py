@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     names, seeds = options.arms, options.seeds
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     if options.jobs * options.cores > len(os.sched_getaffinity(0)):
-        parser.error(f"--jobs {options.jobs} of {options.cores} cores: there are {len(os.sched_getaffinity(0))} cores")
+        parser.error(f"--jobs {options.jobs} of {options.cores} cores: wanted at most the "
+                     f"{len(os.sched_getaffinity(0))} that there are")
     pairs = [(name, seed) for number, seed in enumerate(seeds)
              for name in names[number % len(names):] + names[:number % len(names)]]
     found: dict[str, dict[int, dict]] = {name: {} for name in names}

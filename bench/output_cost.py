@@ -123,6 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=console.output_file,
                         help=f"JSON file, e.g. {RESULT.relative_to(Path(__file__).parents[1])}")
     options = parser.parse_args(argv)
+    if options.tokens <= options.rounds:
+        parser.error(f"--tokens {options.tokens}: wanted more than the {options.rounds} of --rounds")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TESTBED / "model")

@@ -224,6 +224,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=console.output_file, help="write the result here, too")
     options = parser.parse_args(argv)
     seeds, tuning = options.seeds, options.tuning_seeds
+    fewest = min(options.groups, round(FIRST_EPOCH * options.prompts))
+    if options.lag >= fewest:
+        parser.error(f"--lag {options.lag}: wanted fewer than the {fewest} groups of the shortest run")
     if set(seeds) & set(tuning):
         parser.error("a seed of --tuning-seeds is among --seeds: the comparison would be of what was tuned for it")
     size = options.prompts, options.groups, options.lag

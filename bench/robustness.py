@@ -261,7 +261,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if any(known[one].size == "medium" for one in options.cells) and not options.model_medium:
         parser.error("--model-medium DIR with a model is needed for the medium size (see --help)")
     if not options.here and options.jobs * options.cores > len(os.sched_getaffinity(0)):
-        parser.error(f"--jobs {options.jobs} of {options.cores} cores: there are {len(os.sched_getaffinity(0))} cores")
+        parser.error(f"--jobs {options.jobs} of {options.cores} cores: wanted at most the "
+                     f"{len(os.sched_getaffinity(0))} that there are")
     options.settings = [known[one] for one in options.cells]
     return options
 

@@ -219,8 +219,8 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
             parser.error(f"arm {text!r}: history=warm wants --history FILE of an earlier run")
     for seed in options.seeds if options.history else ():  # whatever the arms: each may be a command of its own
         if not history_of(options, seed).is_file():
-            parser.error(f"--history: no file {history_of(options, seed)}; an arm with a history leaves it in "
-                         f"OUT/.../esgrpo/history.json")
+            parser.error(f"--history: no file {history_of(options, seed)}, wanted what an arm with a history leaves "
+                         "in OUT/.../esgrpo/history.json")
 
 
 def _named(options, module: str) -> str:

@@ -20,7 +20,7 @@ TOY = "--replicas 2 --groups 4 --members 4 --cap 128 --scale 0.02 --updates 2"
 # in a folder with the files `file` (text), `bytes` (no UTF-8), `empty.json` ({}), `list.json` and a directory `folder`
 MISTAKES = [
     *(f"bench.docs --check --table {name}" for name in ("nosuch", "file", "bytes", "folder", "empty.json")),
-    "bench.gains --figure folder", "bench.gains --figure file/x.png", "bench.gains --nosuch",
+    "bench.gains --figure folder", "bench.gains --figure file/x.png", "bench.gains --figure x.txt",
     "bench.gate folder --window -5", "bench.gate folder --window 0", "bench.gate folder --cut-below 2",
     "bench.gate nosuch", "bench.gate folder --results file/x", "bench.gate folder --results folder",
     "bench.verdict --orders -1", "bench.verdict --seeds x --results r", "bench.loops --results file/x",
@@ -48,6 +48,7 @@ MISTAKES = [
     "bench.testbed.train_model --out out --hidden 3", "bench.testbed.record_groups --prompts 0",
     "bench.testbed.record_loops --out folder", "bench.testbed.grpo_check --model nosuch",
     "bench.testbed.statistics --samples 8", "bench.scheduler_cost --classes nosuch", "bench.output_cost --requests 0",
+    "bench.output_cost --tokens 8 --rounds 8", "bench.prompt_sampling --prompts 10", "bench.gains --nosuch",
     "bench.estimator_bias --groups 3", "bench.estimator_bias --seeds 1", "bench.decode_overhead --windows 0",
     "bench.doctor_log --megabytes -1", "bench.prompt_sampling --json folder",
     "bench.pretrained.measure --model nosuch --prompts 0", "bench.pretrained.supervise --model x --out r --steps 0",
