@@ -188,7 +188,7 @@ def test_a_group_that_is_over_leaves_one_row_and_status_prints_it(tmp_path, monk
     assert written["counts"] == dict(driver.decisions)
     driver._note()  # nothing has changed
     assert len(records.read(str(tmp_path), "decisions")) == 2
-    (tmp_path / "hooks.json").write_text("[]")
+    (tmp_path / "hooks.json").write_text(json.dumps([{"process": "driver", "host": "h", "pid": 1, "hooks": []}]))
     assert cli.main(["status", str(tmp_path)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert next(line for line in said if line.startswith("segments")).split()[-2:] == ["on", "1"]
