@@ -33,6 +33,9 @@ CARRIED, ASYNC = ("engine_h200_carry_over.jsonl",), ("engine_h200_async.jsonl",)
 # memory for about half of what would run; rivals with headroom, too; four updates, and eight
 SEVEN_B = "engine_h200_7b.jsonl"
 SEVEN_B_EIGHT = ("engine_h200_7b_three_seeds.jsonl", "engine_h200_7b_eight_updates.jsonl")
+# room for all, eight updates; without a barrier; two replicas with scarce memory against Seer
+SEVEN_B_AMPLE, SEVEN_B_ASYNC = ("engine_h200_7b_ample.jsonl",), ("engine_h200_7b_async.jsonl",)
+SEVEN_B_SEER = "engine_h200_7b_seer.jsonl"
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
 OVERLAP_SIMULATED, LOOPS_CORPUS = "overlap_simulated.json", "loops_corpus.json"
@@ -131,9 +134,14 @@ def _seven_b() -> dict[str, str]:
 
     stale = of(ours, lambda run: run["versions_old"]["rows"]["share"], four + eight)
     roll4, = times("rollpacker@0.05", four)
+    seer = [*_engine(SEVEN_B_SEER).values()]
+    ample, free = _against("colocate_async", SEVEN_B_AMPLE), _against("verl", SEVEN_B_ASYNC)
     return {"own7": span(times("colocate_async@0.05", eight)), "april7": span(times("april@0.05", eight)),
             "roll7": f"{roll4:.2f}", "roll8": span(times("rollpacker@0.05", eight)),
             "barrier7": spread(times("verl@0.05", eight)).partition(" ")[0],
+            "seer7": span(times("seer@0.05", seer)), "seer_runs7": str(len(seer)),
+            "ample7": span(ample), "ample_runs7": str(len(ample)), "ample_stale7": _stale("es-grpo", SEVEN_B_AMPLE),
+            "async7": span(free), "async_runs7": str(len(free)),
             "headroom": span(times("es-grpo", four)), "runs7": str(len(four)),
             "runs8": str(len({found[ours]["seed"] for found in eight})),
             "stale7": f"{min(stale):.0%} … {max(stale):.0%}",
