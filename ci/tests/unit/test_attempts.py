@@ -222,3 +222,33 @@ def test_a_server_that_does_not_answer_costs_the_advice_and_no_response(monkeypa
     driver, rows = asyncio.run(scene())
     assert [row["outcome"] for row in rows] == ["finish"] * 8
     assert driver.decisions["advice/failed"] == 7 and capsys.readouterr().err.count("the server is gone") == 1
+
+
+@pytest.mark.parametrize("order", [("hung", "well"), ("well", "hung")])
+def test_a_replica_that_hangs_keeps_nobody_else_from_being_ended(capsys, order):
+    """The coin is recorded: whoever is not told decodes on to the end. The second order is the control."""
+    told, release = [], asyncio.Event()
+
+    async def hung(*_):
+        await release.wait()
+        raise ConnectionError("the server is gone")
+
+    async def well(group, members, rule):
+        told.append((group, members, rule))
+        return len(members)
+
+    async def scene():
+        driver, servers = new_driver(), {"hung": hung, "well": well}
+        driver.handles = {name: SimpleNamespace(esgrpo_finish_group=SimpleNamespace(remote=server))
+                          for name, server in servers.items()}
+        driver._carry_out([rollout.Finish("g", "verdict", {name: (number,) for number, name in enumerate(order)})])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        meanwhile = list(told)
+        release.set()
+        await asyncio.gather(*driver._tasks)
+        return driver, meanwhile
+
+    driver, meanwhile = asyncio.run(scene())
+    assert meanwhile == told == [("g", [order.index("well")], "verdict")]
+    assert driver.decisions["advice/failed"] == 1 and capsys.readouterr().err.count("the server is gone") == 1

@@ -180,8 +180,12 @@ class Driver:
                                                 for number, tokens in answer.items()}))
 
     async def _finish(self, action: rollout.Finish) -> None:
-        for replica, numbers in action.members.items():
-            await self._call([replica], "esgrpo_finish_group", action.group, list(numbers), action.rule)
+        """All replicas at once, each within its own deadline: the coin is recorded, so everybody has to be told."""
+        told = await asyncio.gather(*(self._call([replica], "esgrpo_finish_group", action.group, list(numbers),
+                                                 action.rule) for replica, numbers in action.members.items()),
+                                    return_exceptions=True)
+        for failed in (answer for answer in told if isinstance(answer, BaseException)):
+            raise failed
 
     async def _join_tail(self, action: rollout.JoinTail) -> None:
         await self._call(action.replicas, "esgrpo_set_segment_length", action.group, action.length, True)
