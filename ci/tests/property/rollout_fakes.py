@@ -33,7 +33,7 @@ class ResumingClient:
     """`server` has an async generate(prompt_ids, sampling_params) -> TokenOutput, like verl's vLLM server."""
 
     def __init__(self, server, hooked: bool = True, partial_rollout: bool = True):
-        rollout = SimpleNamespace(response_length=RESPONSE_LENGTH)
+        rollout = SimpleNamespace(prompt_length=RESPONSE_LENGTH, response_length=RESPONSE_LENGTH)
         self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout),
                                       async_training=SimpleNamespace(partial_rollout=partial_rollout))
         self.server, self.hooked = server, hooked

@@ -1,4 +1,5 @@
-"""What is resumed: a response after an abort (how long its client waits), prompt groups after a restart. Pure."""
+"""What is resumed: a response after an abort or a yield (how long its client waits, what its attempts may make
+together), prompt groups after a restart. Pure."""
 
 from __future__ import annotations
 
@@ -24,6 +25,15 @@ class ResumeWait:
             return LONGEST_WAIT
         self._last = 0.0 if tokens else min(max(2 * self._last, FIRST_WAIT), LONGEST_WAIT)
         return self._last
+
+
+def unlimited_budget(prompt_tokens: int, prompt_length: int, response_length: int) -> int:
+    """Tokens that verl's server gives a call without a limit, from the prompt of its first attempt.
+
+    Of several turns the later ones have the earlier ones in their prompt: with a whole response each, they would
+    decode what the agent loop cuts off. One token is the least that vLLM takes.
+    """
+    return max(1, min(response_length, prompt_length + response_length - prompt_tokens))
 
 
 def reissued_words(groups: int, finished: int, tokens: int, running: int) -> str:

@@ -15,7 +15,9 @@ HOOK = Hook(
     remove_when="verl's client keeps stop_reason and extra_fields across attempts",
     features=("observe",),
     relies_on=("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",
-               "verl.workers.rollout.replica:TokenOutput"),
+               "verl.workers.rollout.replica:TokenOutput",
+               # whose budget of a call without a limit becomes that of all attempts
+               "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.generate"),
     without=(("==0.7.0", "the recipe fully_async_policy has hooks of its own (partial-*)"),),
 )
 
@@ -29,11 +31,17 @@ async def around(call):
     return await generate_member(call, seat)
 
 
+def unlimited(rollout, prompt_tokens: int) -> int:
+    from esgrpo.algo.resuming import unlimited_budget
+
+    return unlimited_budget(prompt_tokens, rollout.prompt_length, rollout.response_length)
+
+
 async def generate_member(call, seat):
     from esgrpo.algo.rollout import HandOn
     from esgrpo.hooks.verl.groups import rollout_driver
 
-    attempts = rollout_driver.Attempts(call)
+    attempts = rollout_driver.Attempts(call, unlimited)
     total, fields = None, seat.fields()
     while True:
         done = [] if total is None else total.token_ids

@@ -247,11 +247,14 @@ def collisions_in_one_line(group: str):
 class Attempts:
     """A call of verl's generate(prompt_ids, sampling_params) for one response, made once per attempt."""
 
-    def __init__(self, call):
+    def __init__(self, call, unlimited):
+        """`unlimited(rollout config, tokens of the prompt)`: what the server takes for a call without a limit."""
         self._call, self._prompt = call, list(call.arguments["prompt_ids"])
         self._parameters = dict(call.arguments["sampling_params"])  # shared by all responses of the worker
         budget = self._parameters.get("max_tokens", self._parameters.pop("max_new_tokens", None))
-        self._budget = call.owner.config.actor_rollout_ref.rollout.response_length if budget is None else budget
+        if budget is None:  # of the first attempt: a later one's prompt has the tokens that the earlier ones made
+            budget = unlimited(call.owner.config.actor_rollout_ref.rollout, len(self._prompt))
+        self._budget = budget
 
     async def next(self, done: list[int], fields: dict):
         """What the original answers to an attempt after the tokens `done`, of which the scheduler is told `fields`."""

@@ -51,7 +51,7 @@ async def generate_member(call, seat):
     from esgrpo.algo.rollout import HandOn
     from esgrpo.hooks.verl.groups import rollout_driver
 
-    attempts = rollout_driver.Attempts(call)
+    attempts = rollout_driver.Attempts(call, lambda rollout, prompt_tokens: rollout.response_length)  # as its server
     tokens, log_probs, extra, interrupted, fields = [], [], {}, False, seat.fields()
     while True:
         new_tokens, new_log_probs, interrupted, extra = await attempts.next(tokens, fields)
