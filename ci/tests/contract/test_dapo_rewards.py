@@ -85,6 +85,7 @@ def worker():
     server = SimpleNamespace(esgrpo_progress=SimpleNamespace(remote=progress),
                              esgrpo_finish_group=SimpleNamespace(remote=finish))
     made = SimpleNamespace(rollout_config=SimpleNamespace(n=SIZE, response_length=BUDGET), running={}, name="g",
+                           llm_client=None,
                            server=server)
     return made
 

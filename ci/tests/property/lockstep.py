@@ -270,7 +270,9 @@ class World:
         self.index: dict[str, int] = {}  # the hooks' name of a group -> its place in the script
         self.whole = 0
         rollout_ = SimpleNamespace(n=script.members, response_length=script.cap)
-        self.worker = SimpleNamespace(rollout_config=rollout_, config=SimpleNamespace(
+        self.clients = [ResumingClient(server) for server in self.servers]
+        client = SimpleNamespace(**{f"of_{number}": each for number, each in enumerate(self.clients)})  # wraps them
+        self.worker = SimpleNamespace(rollout_config=rollout_, llm_client=client, config=SimpleNamespace(
             actor_rollout_ref=SimpleNamespace(rollout=rollout_)))
         history = script.policy().history
         self.forecasts = [history.forecast(str(group.prompt)) for group in script.groups]
@@ -283,7 +285,7 @@ class World:
         return self.script.groups[self.index[fields["group"]]].samples[fields["member"]].tokens
 
     def client(self, number: int) -> ResumingClient:
-        return ResumingClient(self.servers[number % len(self.servers)])
+        return self.clients[number % len(self.clients)]
 
     def reward(self, seat, tokens: int) -> float:
         sample = self.script.groups[self.index[seat.group]].samples[seat.number]

@@ -146,7 +146,10 @@ class World:
         self.replicas = [Replica(self, name) for name in range(case["replicas"])]
         for replica in self.replicas:
             replica.new_version(0)
-        self.worker = SimpleNamespace(rollout_config=SimpleNamespace(n=case["n"], response_length=BUDGET))
+        self.clients = [ResumingClient(replica) for replica in self.replicas]
+        client = SimpleNamespace(**{f"of_{number}": each for number, each in enumerate(self.clients)})  # wraps them
+        self.worker = SimpleNamespace(rollout_config=SimpleNamespace(n=case["n"], response_length=BUDGET),
+                                      llm_client=client)
 
     def count(self):
         self.requests += 1
@@ -159,7 +162,7 @@ class World:
             await asyncio.sleep(0)
             raise RuntimeError("no reward")
         self.responses[group, seat.number] = Response(length, alphabet)
-        client = ResumingClient(self.rng.choice(self.replicas))
+        client = self.rng.choice(self.clients)
         output = await client.generate("r", prompt_ids=list(PROMPT), sampling_params={"max_tokens": BUDGET})
         for _ in range(self.case["scoring"]):
             await asyncio.sleep(0)

@@ -24,6 +24,6 @@ async def around(call):
 
     server_id, handle = await call()
     seat = rollout_driver.current.get()
-    if seat is not None:
+    if seat is not None and seat.follows(call.owner):
         seat.placed(server_id, handle)
     return server_id, handle

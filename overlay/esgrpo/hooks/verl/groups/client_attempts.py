@@ -26,7 +26,7 @@ async def around(call):
     from esgrpo.hooks.verl.groups import rollout_driver
 
     seat = rollout_driver.current.get()
-    if seat is None:  # validation, or a caller outside a group
+    if seat is None or not seat.follows(call.owner):  # validation, a caller outside a group, or a teacher's client
         return await call()
     return await generate_member(call, seat)
 

@@ -35,7 +35,7 @@ async def run_member(call, group: str, forecast=None, raw_prompt=None):
 
     worker = call.owner
     driver = rollout_driver.of_worker(worker, worker.rollout_config.response_length)
-    seat = rollout_driver.join(driver, group, worker.rollout_config.n, forecast=forecast,
+    seat = rollout_driver.join(driver, group, worker.rollout_config.n, worker.llm_client, forecast=forecast,
                                prompt=driver.prompt(group, raw_prompt))
     token = rollout_driver.current.set(seat)
     ending = {"failed": True}

@@ -15,7 +15,7 @@ import random
 import sys
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from esgrpo import config, records
 from esgrpo.algo import rollout, rows
@@ -44,6 +44,12 @@ class Seat:
     driver: Driver
     group: str
     number: int
+    client: object = field(default=None, compare=False, repr=False)  # the worker's; None: whoever is called
+
+    def follows(self, client) -> bool:
+        """Is a call of `client` an attempt of the member? verl asks the teacher of a distillation in this context, too:
+        a client of other servers, which have no scheduler of ours."""
+        return self.client is None or _leads_to(self.client, client)
 
     @property
     def response(self) -> rollout.Response | None:
@@ -59,6 +65,19 @@ class Seat:
     def placed(self, replica, handle) -> None:
         self.driver.handles[replica] = handle
         self.on(rollout.Placed, replica=replica)
+
+
+def _leads_to(outer, client) -> bool:
+    """Whether `outer` is that client, or a wrapper that holds it or another wrapper of it."""
+    waiting, seen = [outer], set()
+    while waiting:
+        held = waiting.pop()
+        if held is client:
+            return True
+        if id(held) not in seen:
+            seen.add(id(held))
+            waiting += [each for each in getattr(held, "__dict__", {}).values() if hasattr(type(each), "generate")]
+    return False
 
 
 class Driver:
@@ -227,10 +246,11 @@ def worker_index() -> int:
     return int(numbers[0]) if numbers else zlib.crc32((name or "").encode())
 
 
-def join(driver: Driver, group: str, size: int, **facts) -> Seat:
-    """A member of `group` begins, or comes back. Raises EsgrpoError where two prompts share a group id."""
+def join(driver: Driver, group: str, size: int, client=None, **facts) -> Seat:
+    """A member of `group` begins, or comes back: what this client is asked for is its own. Raises EsgrpoError where two
+    prompts share a group id."""
     with collisions_in_one_line(group):
-        return Seat(driver, group, driver.on(rollout.Submitted(group, size, time.time(), **facts)).member)
+        return Seat(driver, group, driver.on(rollout.Submitted(group, size, time.time(), **facts)).member, client)
 
 
 @contextlib.contextmanager

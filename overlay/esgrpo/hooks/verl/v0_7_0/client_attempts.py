@@ -41,7 +41,7 @@ async def around(call):
     from esgrpo.hooks.verl.groups import rollout_driver
 
     seat = rollout_driver.current.get()
-    if seat is None:  # a caller outside a group
+    if seat is None:  # a caller outside a group; there is no other client: this release has no teachers
         return await call()
     return await generate_member(call, seat)
 
