@@ -12,6 +12,7 @@ from ci.tests.property.rollout_fakes import ended, new_driver, seat_of
 from esgrpo.algo import rollout
 from esgrpo.call import Call
 from esgrpo.hooks.verl.groups import client_attempts, rollout_driver
+from esgrpo.hooks.verl.v0_7_0 import client_attempts as partial_attempts
 
 BUDGET = 1000
 
@@ -252,3 +253,37 @@ def test_a_replica_that_hangs_keeps_nobody_else_from_being_ended(capsys, order):
     driver, meanwhile = asyncio.run(scene())
     assert meanwhile == told == [("g", [order.index("well")], "verdict")]
     assert driver.decisions["advice/failed"] == 1 and capsys.readouterr().err.count("the server is gone") == 1
+
+
+class Client:
+    """Something with a generate that may hold others."""
+
+    def __init__(self, **held):
+        vars(self).update(held)
+
+    def generate(self):
+        raise AssertionError("it is only looked at")
+
+
+def test_a_seat_follows_its_workers_client_through_what_wraps_it():
+    inner, teacher = Client(), Client()
+    wrapper = Client(inner=Client(client=inner), config={"teacher": teacher})
+    inner.owner = wrapper  # a circle has an end
+    seat = rollout_driver.join(new_driver(), "g", 1, wrapper)
+    assert seat.follows(wrapper) and seat.follows(inner) and not seat.follows(teacher)
+    assert seat_of(new_driver(), "g").follows(teacher)  # a worker that names no client, as in verl 0.7.0
+
+
+@pytest.mark.hook("partial-attempts")
+def test_a_call_without_a_limit_has_a_whole_response_in_0_7_0():
+    """Its partial server, patched, takes that of any prompt; the control is the server of later releases."""
+    rollout_config, asked = SimpleNamespace(prompt_length=4, response_length=16), []
+
+    async def original(self, request_id, prompt_ids, sampling_params):
+        asked.append(sampling_params["max_tokens"])
+        return [], [], True, {}
+
+    client = SimpleNamespace(config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout_config)))
+    call = Call(original, (client, "r"), {"prompt_ids": [9] * 10, "sampling_params": {}})
+    asyncio.run(partial_attempts.generate_member(call, seat_of(new_driver())))
+    assert asked == [16] and client_attempts.unlimited(rollout_config, 10) == 10
