@@ -156,6 +156,20 @@ def test_the_report_counts_what_was_trained_once(run_dir):
     assert (balance["trained"], balance["rolled_back"], balance["spent"]) == (10, 10, 20)
 
 
+@pytest.mark.parametrize("versions, stale", [((5, 3), 0), ((3, 3), 10), ((3, 5), 10)])
+def test_a_group_that_waits_behind_older_weights_is_not_wasted(versions, stale):
+    """The first ends first, the second is trained first: with the oldest weights first the first may still wait."""
+    from esgrpo.algo.accounting import token_balance
+    from esgrpo.tools.report import runs
+
+    rows = [{"run": "r", "restart": 0, "group": name, "member": 0, "ended": ended, "tokens": 10, "trained": trained,
+             "gradient": trained, "rolled_back": False, "pruned": False, "replaced": False, "reprefill": 0,
+             "spans": [[version, 10]]}
+            for name, ended, trained, version in (("a", 100.0, False, versions[0]), ("b", 110.0, True, versions[1]))]
+    balance = token_balance(runs.settled(rows))
+    assert (balance["trained"], balance["stale"]) == (10, stale)
+
+
 def test_books_that_do_not_balance_are_named(run_dir, capsys):
     two_starts(run_dir, reissued=True)
     file, = (run_dir / "esgrpo").glob("reissued-*.jsonl")

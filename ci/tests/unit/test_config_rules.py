@@ -54,6 +54,23 @@ def test_what_becomes_of_foreseen_groups_is_said_where_nothing_replaces_them(tra
     assert not any("not replaced" in line for line in planned(config, v1=True).lines)
 
 
+@pytest.mark.parametrize("model, said", [({"enable": True, "enable_resource_pool": False}, True),
+                                         ({"enable": True, "enable_resource_pool": True}, False),
+                                         ({"enable": False, "enable_resource_pool": False}, False)])
+def test_rewards_that_come_after_the_rollout_teach_nobody_and_that_is_said(model, said):
+    config = composed("colocate_async", 1, reward={"reward_model": model}, data={"shuffle": True})
+    learning = {"prune": {"verdict": {"enable": True}, "audit": {"enable": True}}}
+    lines = [line for line in planned(config, v1=True, **learning).lines if "nothing will be learned" in line]
+    assert [("prune.verdict" in line, "enable_resource_pool" in line) for line in lines] == [(True, True)] * said
+    assert not [line for line in planned(config, v1=True).lines if "learned" in line]  # nothing that learns is on
+    resolved = {"prune": {"resolved": {"enable": True}, "audit": {"enable": True}}}
+    if said:
+        with pytest.raises(ConfigError, match="enable_resource_pool.*prune.resolved"):
+            planned(config, v1=True, **resolved)
+    else:
+        planned(config, v1=True, **resolved)
+
+
 def test_the_prompt_sampler_is_refused_where_nothing_tells_it_how_prompts_ended():
     sampler = {"sampler": {"enable": True}, "history": {"enable": True}}
     config = composed("0.7.0", 1, data={"shuffle": True})

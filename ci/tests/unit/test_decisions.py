@@ -114,7 +114,8 @@ def test_verdicts_say_what_became_of_candidates_and_of_the_gate():
         "looks": 90, "pruned": 4, "exempted": 3, "false": 1, "let_go": 2, "gate_open": 5, "gate_shut": 6}.items()}
     for gate, said in (({"open": True}, "now open"), ({"open": False, "shut": "false cuts"}, "now shut: false cuts")):
         assert row_of("verdicts", VERDICTS, counts, audit={"verdict": gate}).reason == (
-            "90 looks; 4 cut, 3 spared by the coin (1 of them right), 2 let go; gate open at 5 of 11 weight syncs, "
+            "90 looks; 4 cut, 3 spared by the coin (1 of them right), 2 let go; gate open at 5 of 11 questions of "
+                "workers, "
             + said)
 
 
@@ -198,6 +199,19 @@ def test_a_group_that_is_over_leaves_one_row_and_status_prints_it(tmp_path, monk
     assert modules["loops"] == {"module": "loops", "switch": "prune.repetition.enable", "on": True, "decided": 1,
                                 "reason": ""}
     assert on(decided.of_directory(str(tmp_path))) == {"segments": 1, "loops": 1}
+
+
+def test_a_loop_that_an_agent_loop_goes_on_after_stays_cut_and_counts_once():
+    settings = config.parse({"enable": True, "prune": {"repetition": {"enable": True}}})
+    runs = rollout.GroupRuns(rollout.Rules(settings, 1024, None))
+    runs.on(rollout.Submitted("g", 1, 0.0))
+    for outcome, rule, tokens in (("prune", "repetition", 300), ("finish", "", 50), ("prune", "repetition", 300)):
+        runs.on(rollout.AttemptEnded("g", 0, 1.0, tokens, 500, answer={
+            "replica": "r", "arrived": 0.5, "boundaries": 0, "logprob_sum": 0.0, "outcome": outcome, "rule": rule,
+            "spans": [[1, tokens]]}))
+    (recorded,) = runs.on(rollout.MemberEnded("g", 0, 2.0, 0.0))
+    assert (recorded.row.outcome, recorded.row.rule, recorded.row.tokens) == ("prune", "repetition", 650)
+    assert +runs.rules.decisions == {"loops/pruned": 1, "treated/failed": 1}
 
 
 def test_status_of_a_comparison_shows_each_of_its_runs(tmp_path, monkeypatch, capsys):

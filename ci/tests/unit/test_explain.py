@@ -164,6 +164,15 @@ def test_the_log_of_the_issue():
     assert not [line for line in lines if line.startswith("WRONG")]
 
 
+def test_what_is_no_number_is_no_value():
+    """Versions and addresses stand in every log; a JSONL row may hold a text."""
+    log = ("pulling image vllm/vllm-openai:0.11.0 from tcp/host:10.0.0.1\n"
+           "step:3 - actor/entropy:0.5 - actor/grad_norm:1e-3 - perf/time:np.float64(2.5)\n"
+           '{"step": 3, "data": {"critic/score/mean": "tensor(0.5)", "actor/lr": 1e-6}}')
+    assert report.read(log) == {"actor/entropy": [0.5], "actor/grad_norm": [0.001], "perf/time": [2.5],
+                                "actor/lr": [1e-6]}
+
+
 @pytest.mark.parametrize("old, new", [
     ("max_required_samples': 307", "max_required_samples': 306"), ("max_queue_size': 307", "max_queue_size': 192"),
     ("staleness_samples': 99", "staleness_samples': 300"), ("active_tasks_size': 32", "active_tasks_size': 33")])

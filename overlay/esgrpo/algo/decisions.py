@@ -146,7 +146,7 @@ def _more_of_verdicts(run: Run) -> str:
     gate = "open" if report.get("open") else f"shut: {report.get('shut') or 'unknown'}"
     return (f"{count['looks']} looks; {count['pruned']} cut, {count['exempted']} spared by the coin ({count['false']} "
             f"of them right), {count['let_go']} let go; gate open at {count['gate_open']} of "
-            f"{count['gate_open'] + count['gate_shut']} weight syncs, now {gate}")
+            f"{count['gate_open'] + count['gate_shut']} questions of workers, now {gate}")
 
 
 def _why_replaced(run: Run) -> str:

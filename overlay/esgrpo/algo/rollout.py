@@ -96,6 +96,7 @@ class Response:
     length_class: str = ""  # set when the group moves it; empty: the forecast's
     prompt: str | None = None
     exempt: bool = False  # the rule for loops has been let off
+    cut: str = ""  # the rule by which an engine ended it without a coin; an agent loop may have gone on after it
     marks: list[list] = field(default_factory=list)  # of its looks for loops: algo.segments.Mark
     surprisal: float | None = None  # of the loop that it was proven to be, nats per token
     version: int | None = None
@@ -107,7 +108,7 @@ class Response:
 
     @property
     def pruned(self) -> bool:
-        return self.doomed or self.outcome == Outcome.PRUNE
+        return self.doomed or bool(self.cut) or self.outcome == Outcome.PRUNE
 
     def state(self) -> dict:
         """All of it as a plain dict, to travel with an interrupted response."""
@@ -153,8 +154,8 @@ class Response:
         """Its row, if nothing more is decided about it. `treatment`: of what is cut in this run; `heard`: by the gate
         of learned verdicts."""
         self.sealed = True
-        if self.doomed:  # also when it ended in another way before the engine heard of it
-            self.prune(self.decision["rule"])
+        if self.doomed or self.cut:  # also when it ended in another way before the engine heard of it, or after it
+            self.prune(self.decision["rule"] if self.doomed else self.cut)
         decision = self.decision or {}
         weighed = decision.get("keep_probability", 1.0) < 1
         return Row(
@@ -261,8 +262,9 @@ class GroupRun:
         self.where.pop(event.member, None)
         versions = response.attempt_ended(event)
         loop = response.rule == Rule.REPETITION
-        if response.outcome == Outcome.PRUNE and loop and not response.doomed:
-            self.rules.decisions["loops/pruned"] += 1  # by the engine, without an audit
+        if response.outcome == Outcome.PRUNE and loop and not response.doomed:  # by the engine, without an audit
+            self.rules.decisions["loops/pruned"] += not response.cut
+            response.cut = response.rule
         if response.outcome == Outcome.YIELD:
             if loop and event.left > 0:
                 self._judge_loop(response)
@@ -317,7 +319,7 @@ class GroupRun:
         if event.carried:
             self.states[event.member] = Outcome.CARRY
             return []
-        by_rule = response.outcome == Outcome.PRUNE and not response.doomed
+        by_rule = not response.doomed and response.pruned
         how = Outcome.FAIL if event.failed else Outcome.PRUNE if response.pruned else Outcome.FINISH
         self.states[event.member] = how
         heard = None

@@ -27,7 +27,7 @@ UNTOLD = frozenset(("the", "too", "why", "how", "does", "do", "is", "are", "of",
 LATEST = 10  # values that a verdict rests on
 APART = 0.1  # idle ratios that differ by less are equal
 SLOTS_A_REPLICA = 16  # verl's default concurrency
-_NUMBER = r"(?:np\.\w+\()?(-?(?:\d[\d.]*(?:[eE][+-]?\d+)?|nan|inf))"
+_NUMBER = r"(?:np\.\w+\()?(-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|nan|inf))(?!\.?\w)"  # no version, no address
 _PRINTED = re.compile(rf"'([a-z_]+(?:/[\w.-]+)+)': {_NUMBER}")  # a dict printed by the rollouter
 _LOGGED = re.compile(rf"(?:^|\s)([A-Za-z_]\w*(?:/[\w.@-]+)+):{_NUMBER}")  # step:3 - actor/entropy:0.1 - ...
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -136,10 +136,17 @@ def read(text: str) -> dict[str, list[float]]:
         else:
             pairs = _PRINTED.findall(line) or _LOGGED.findall(line)
         for name, value in pairs:
-            if isinstance(value, (int, float, str)):
+            if isinstance(value, (int, float, str)) and (number := _number(value)) is not None:
                 short = re.sub(rf"^{PREFIX}(?=static/|monitor/)", "", name)
-                values.setdefault(short, []).append(float(value))
+                values.setdefault(short, []).append(number)
     return values
+
+
+def _number(value: float | str) -> float | None:
+    try:
+        return float(value)
+    except ValueError:  # a text among the metrics of a JSONL log
+        return None
 
 
 def arithmetic(values: dict[str, float]) -> list[tuple[bool, str]]:

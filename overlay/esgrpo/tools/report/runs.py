@@ -123,17 +123,27 @@ def with_fates(run_dir: Path, since: float, until: float) -> list[dict]:
 def settled(rows: list[dict]) -> list[dict]:
     """Rows whose fate is known. What still runs or queues when the budget ends is neither trained nor wasted.
 
-    The queue is first in, first out: a complete group that is not trained, although a later one is, was dropped.
+    verl's queue is first in, first out, `algo.experience.Backlog` has the oldest weights first: in both a complete
+    group that is not trained, although a later one of the same or newer weights is, was dropped.
     """
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         groups.setdefault(books.response_of(row)[:-1], []).append(row)
     size = max(map(len, groups.values()), default=0)
     queued = {group: max(r["ended"] for r in members) for group, members in groups.items()}
-    last = max((queued[g] for g, members in groups.items() if any(r["trained"] for r in members)), default=0.0)
+    oldest = {group: min((span[0] for r in members for span in r.get("spans") or ()), default=0)
+              for group, members in groups.items()}
+    last: dict[int, float] = {}  # of the trained groups of these weights the one that came last
+    for group, members in groups.items():
+        if any(r["trained"] for r in members):
+            last[oldest[group]] = max(last.get(oldest[group], 0.0), queued[group])
+
+    def dropped(group: tuple) -> bool:
+        return any(weights >= oldest[group] and queued[group] < ended - QUEUE_ORDER_MARGIN_S
+                   for weights, ended in last.items())
+
     return [row for group, members in groups.items() for row in members
-            if row["trained"] or row["rolled_back"]
-            or (len(members) == size and queued[group] < last - QUEUE_ORDER_MARGIN_S)]
+            if row["trained"] or row["rolled_back"] or (len(members) == size and dropped(group))]
 
 
 def training_reward(rows: list[dict], start: float) -> list[tuple[float, float]]:

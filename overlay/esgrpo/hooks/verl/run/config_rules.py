@@ -150,6 +150,7 @@ def _sampler(config):
 def _v1(config, segment: Segment, features: frozenset[str]):
     """verl's sync trainer ends a step with nothing unfinished: what carries over is its colocate_async trainer."""
     v1 = config.trainer.v1
+    yield from _late_rewards(config, segment)
     if "yield" in features and v1.trainer_mode == "sync":
         yield Setting("trainer.v1.trainer_mode", "colocate_async", "boundary=yield carries unfinished groups over "
                       f"({v1.colocate_async.num_warmup_batches} batches ahead, "
@@ -166,6 +167,21 @@ def _v1(config, segment: Segment, features: frozenset[str]):
     if sampler.max_off_policy_threshold is not None and sampler.max_off_policy_strategy == "wait" and warmup > 0:
         yield (f"trainer.v1.sampler.max_off_policy_strategy=wait lets a complete group queue for up to {warmup} more "
                f"steps: a trained group spans at most {sampler.max_off_policy_threshold} + {warmup} weight versions")
+
+
+def _late_rewards(config, segment: Segment):
+    """verl asks a reward model that shares the trainer's GPUs once a batch is whole: no reward is known before."""
+    model = (config.get("reward") or {}).get("reward_model") or {}
+    if not model.get("enable") or model.get("enable_resource_pool") or not segment.enable:
+        return
+    pool, todo = "reward.reward_model.enable_resource_pool", "set it: the reward model then has GPUs of its own"
+    if segment.prune.resolved.enable:
+        refuse(pool, False, f"True with {PREFIX}.prune.resolved: rewards would be known too late for it", todo)
+    switches = {"prune.verdict": segment.prune.verdict.enable, "sampler": segment.sampler.enable,
+                "prune.audit": segment.prune.audit.enable}
+    blind = ", ".join(f"{PREFIX}.{name}" for name, on in switches.items() if on)
+    if blind:
+        yield f"{blind}: nothing will be learned from rewards, because they come after the rollout with {pool}=False"
 
 
 def _losses(config, found: Plan, features: frozenset[str]):
