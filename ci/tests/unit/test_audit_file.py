@@ -140,6 +140,21 @@ def test_what_cannot_be_understood_is_set_aside_and_said(run_dir, capsys, damage
     assert capsys.readouterr().err.startswith("esgrpo: prune-audit: ")
 
 
+def test_what_cannot_be_read_stops_no_run_and_is_left_alone(run_dir, capsys):
+    """In the actor's constructor an error would only cost every worker its answers."""
+    (run_dir / FILE).mkdir(parents=True)
+
+    async def scene():
+        first, second = await workers(Pool(), 2)
+        await learn(first, "a")
+        await learn(second, "b")
+        return rate(second)
+
+    assert asyncio.run(scene()) == (2, 4) and (run_dir / FILE).is_dir()
+    said = capsys.readouterr().err
+    assert said.startswith("esgrpo: prune-audit: ") and said.count("\n") == 1 and "goes on without it" in said
+
+
 def test_outcomes_of_other_rules_prove_nothing(run_dir, monkeypatch, capsys):
     """A score is relative to what the rule allows: with another null_prob the same score is another case."""
     async def scene():

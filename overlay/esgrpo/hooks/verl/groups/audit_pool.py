@@ -9,6 +9,8 @@ import os
 import random
 import sys
 
+from esgrpo.errors import EsgrpoError, say
+
 NAME = "esgrpo-audit"
 
 
@@ -21,19 +23,16 @@ class AuditPool:
         from esgrpo.algo.group_pruning import GroupPruner
         from esgrpo.algo.lessons import LessonPool
         from esgrpo.algo.verdict import VerdictPool, verdicts_of
-        from esgrpo.hooks.verl import state_files
 
         settings = config.current()
         pruner = GroupPruner(settings, Audit(settings.prune.audit, random.Random(settings.seed)), budget)
-        self._file = file()
-        state_files.restored("prune-audit", self._file, pruner.restore)
+        self._file = _learned("prune-audit", file(), pruner.restore)
         self._pool = LessonPool(pruner)
 
         self._verdicts = self._verdict_file = None
         if settings.prune.verdict.enable:
             verdicts = verdicts_of(settings, random.Random(settings.seed))
-            self._verdict_file = file("verdict")
-            state_files.restored("prune-verdict", self._verdict_file, verdicts.restore)
+            self._verdict_file = _learned("prune-verdict", file("verdict"), verdicts.restore)
             self._verdicts = VerdictPool(verdicts)
 
     def teach(self, worker: int, lessons: list | None) -> dict:
@@ -53,6 +52,20 @@ class AuditPool:
             state = self._pool.state()  # now: the writer thread must not read what the next call changes
             records.save(self._file, lambda: state)
         return answer
+
+
+def _learned(who: str, path: str | None, parse) -> str | None:
+    """Takes over what an earlier start learned; the file to write, None where it is there and cannot be read. An error
+    here would stop no run: this is an actor of its own, and workers would miss its answers one by one."""
+    from esgrpo.hooks.verl import state_files
+
+    try:
+        state_files.restored(who, path, parse)
+        return path
+    except EsgrpoError as error:
+        _, found, wanted, _, todo = error.args
+        say(EsgrpoError(who, found, wanted, "the run goes on without it and keeps nothing of what it learns", todo))
+        return None
 
 
 def file(of: str = "audit") -> str | None:
