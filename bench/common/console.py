@@ -52,25 +52,17 @@ def exit_code(main: Callable, argv: list[str] | None = None) -> int | str:
     except json.JSONDecodeError as error:
         errors.say(EsgrpoError(who, f"{error} of {error.doc[:40]!r}", "JSON", "stopped there", "give another file"))
     except BrokenPipeError:  # `python -m bench.gains | head`
-        _leave_stdout()
+        errors.leave_stdout()
         return 0
     except OSError as error:
         found = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         errors.say(EsgrpoError(who, found, "files that can be read and written", "stopped there",
                                "correct the path, its rights, or the room on its disk"))
-        _leave_stdout()
+        errors.leave_stdout()
     except KeyboardInterrupt:
         errors.say(EsgrpoError(who, "interrupted", "a whole run", "stopped there", "run it again"))
         return 130
     return 2
-
-
-def _leave_stdout() -> None:
-    """The interpreter flushes once more when it exits, and would tell of the same error again."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

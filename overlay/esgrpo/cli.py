@@ -9,7 +9,7 @@ import sys
 
 from esgrpo import __version__, records
 from esgrpo.arguments import Parser
-from esgrpo.errors import EsgrpoError, say, show
+from esgrpo.errors import EsgrpoError, leave_stdout, say, show
 from esgrpo.tools import language
 
 OVERLAY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -326,9 +326,15 @@ def main(argv: list[str] | None = None) -> int:
     except EsgrpoError as error:
         say(error)
         return 2
-    except BrokenPipeError:  # `esgrpo status | head`: the interpreter flushes once more when it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `esgrpo status | head`
+        leave_stdout()
         return 0
+    except OSError as error:  # a full disk, or a file that must not be read
+        found = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        say(EsgrpoError(arguments.name, found, "files that can be read and written", "stopped there",
+                        "correct the path, its rights, or the room on its disk"))
+        leave_stdout()
+        return 2
 
 
 if __name__ == "__main__":

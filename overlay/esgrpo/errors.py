@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 
@@ -23,6 +24,14 @@ def say(line: object) -> None:
 def show(text: object = "") -> None:
     """The one way of text of ours to standard output, any number of lines."""
     print("\n".join(map(plain, str(text).split("\n"))), flush=True)
+
+
+def leave_stdout() -> None:
+    """After an error of writing to it: the interpreter flushes once more when it exits, and would tell of it again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class EsgrpoError(RuntimeError):

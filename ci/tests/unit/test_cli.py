@@ -310,6 +310,14 @@ def test_status_into_a_closed_pipe(tmp_path, overlay, clean_environment, hooks):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_is_one_line(overlay, clean_environment):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "esgrpo", "explain", "count/staleness_samples"], stdout=full,
+                              stderr=subprocess.PIPE, text=True, env={**clean_environment, "PYTHONPATH": overlay})
+    assert done.returncode == 2 and "No space left" in one_line(done.stderr)
+
+
 def test_without_a_subcommand(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([])
