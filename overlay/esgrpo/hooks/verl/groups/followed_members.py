@@ -32,10 +32,11 @@ async def run_member(call, group: str, forecast=None, raw_prompt=None):
     from esgrpo import records
     from esgrpo.algo import rollout
     from esgrpo.hooks.verl.groups import rollout_driver
+    from esgrpo.hooks.verl.v1.rows import group_size
 
     worker = call.owner
     driver = rollout_driver.of_worker(worker, worker.rollout_config.response_length)
-    seat = rollout_driver.join(driver, group, worker.rollout_config.n, worker.llm_client, forecast=forecast,
+    seat = rollout_driver.join(driver, group, group_size.of_prompt(worker), worker.llm_client, forecast=forecast,
                                prompt=driver.prompt(group, raw_prompt))
     token = rollout_driver.current.set(seat)
     ending = {"failed": True}
