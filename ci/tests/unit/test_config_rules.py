@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from pathlib import Path
+
 import pytest
 
 omegaconf = pytest.importorskip("omegaconf")
@@ -52,23 +56,6 @@ def test_what_becomes_of_foreseen_groups_is_said_where_nothing_replaces_them(tra
     lines = planned(config, v1=True, prune=prune).lines
     assert any("not replaced" in line for line in lines) == said
     assert not any("not replaced" in line for line in planned(config, v1=True).lines)
-
-
-@pytest.mark.parametrize("model, said", [({"enable": True, "enable_resource_pool": False}, True),
-                                         ({"enable": True, "enable_resource_pool": True}, False),
-                                         ({"enable": False, "enable_resource_pool": False}, False)])
-def test_rewards_that_come_after_the_rollout_teach_nobody_and_that_is_said(model, said):
-    config = composed("colocate_async", 1, reward={"reward_model": model}, data={"shuffle": True})
-    learning = {"prune": {"verdict": {"enable": True}, "audit": {"enable": True}}}
-    lines = [line for line in planned(config, v1=True, **learning).lines if "nothing will be learned" in line]
-    assert [("prune.verdict" in line, "enable_resource_pool" in line) for line in lines] == [(True, True)] * said
-    assert not [line for line in planned(config, v1=True).lines if "learned" in line]  # nothing that learns is on
-    resolved = {"prune": {"resolved": {"enable": True}, "audit": {"enable": True}}}
-    if said:
-        with pytest.raises(ConfigError, match="enable_resource_pool.*prune.resolved"):
-            planned(config, v1=True, **resolved)
-    else:
-        planned(config, v1=True, **resolved)
 
 
 def test_the_prompt_sampler_is_refused_where_nothing_tells_it_how_prompts_ended():
@@ -333,3 +320,73 @@ def test_a_filter_that_no_batch_ever_waits_for_is_told(bound, batches, mode, ove
                                                         "trigger_parameter_sync_step": batches})
     lines = planned(config, null_groups=mode, overlap={"enable": overlap}).lines
     assert any("will hardly leave a group out" in line for line in lines) == said
+
+
+POOL = "reward.reward_model.enable_resource_pool"
+AUDIT = {"audit": {"enable": True}}
+DECIDES_BY_REWARDS = [
+    ("prune.verdict.enable", {"prune": {"verdict": {"enable": True}, **AUDIT}}),
+    ("prune.resolved.enable", {"prune": {"resolved": {"enable": True}, **AUDIT}}),
+    ("prune.finish_group_after", {"prune": {"finish_group_after": 4, "treatment": "masked", **AUDIT}}),
+    ("prune.audit.enable", {"prune": {"repetition": {"enable": True, "min_span": 64}, **AUDIT}}),
+    ("sampler.enable", {"sampler": {"enable": True}, "history": {"enable": True}}),
+    ("prune.treatment", {"profile": "elastic", "prune": {"treatment": "value"}})]
+
+
+def rewarded(trainer: str, colocated: bool, model: bool = True, **more):
+    reward = {"reward_model": {"enable": model, "enable_resource_pool": not colocated}}
+    return composed(trainer, 1, reward=reward, **{"data": {"shuffle": True}, **more})
+
+
+@pytest.mark.parametrize("trainer", ["sync", "colocate_async"])
+@pytest.mark.parametrize("key, segment", DECIDES_BY_REWARDS)
+def test_what_decides_by_rewards_is_refused_where_these_come_after_sampling(trainer, key, segment):
+    with pytest.raises(ConfigError) as refused:
+        planned(rewarded(trainer, True), v1=True, **segment)
+    said = str(refused.value)
+    assert said.startswith(f"esgrpo: {settings.PREFIX}.{key}: ") and f"set {POOL}=True" in said
+    for config in (rewarded(trainer, False), rewarded(trainer, True, model=False)):
+        assert not any(POOL in line for line in planned(config, v1=True, **segment).lines)
+
+
+def test_what_a_profile_switched_on_is_off_and_says_so_where_rewards_come_after_sampling():
+    plan = planned(rewarded("colocate_async", True), v1=True, profile="elastic", sampler={"choice": "thompson"})
+    found = plan.segment
+    assert not (found.prune.verdict.enable or found.prune.audit.enable or found.sampler.enable or found.audited)
+    assert found.prune.repetition.enable and found.routing.enable and found.history.enable
+    for key in ("prune.verdict.enable", "prune.audit.enable", "sampler.enable"):
+        said, = (line for line in plan.lines if line.startswith(f"{settings.PREFIX}.{key}: True -> False, because "))
+        assert f"{POOL}=True" in said
+    assert sum("history.enable: lengths" in line for line in plan.lines) == 1
+    loops, = (line for line in plan.lines if "prune.repetition: nothing measures" in line)
+    assert f"prune.audit.enable=True and {POOL}=True" in loops
+    assert settings.parse(json.loads(settings.to_json(found)), 64) == found  # as every other process reads it
+    plan = planned(rewarded("colocate_async", False), v1=True, profile="elastic")
+    assert plan.segment.prune.verdict.enable and plan.segment.sampler.enable and not any(POOL in x for x in plan.lines)
+
+
+def test_a_switch_of_the_profile_that_the_user_names_is_by_hand():
+    segment = {"prune": {"verdict": {"enable": True}}}
+    config = rewarded("sync", True, actor_rollout_ref={"rollout": {"segment": segment}})
+    with pytest.raises(ConfigError, match="prune.verdict.enable"):
+        planned(config, v1=True, profile="elastic", **segment)
+
+
+def test_what_needs_no_reward_stays_with_a_colocated_reward_model():
+    plan = planned(rewarded("sync", True), v1=True, prune={"repetition": {"enable": True, "min_span": 64}})
+    assert plan.segment.prune.repetition.enable
+    assert planned(rewarded("sync", True), v1=True).lines == planned(rewarded("sync", False), v1=True).lines
+
+
+def test_verl_itself_refuses_a_colocated_reward_model_where_no_rule_of_ours_has_to():
+    """Negative control: the handles that are None, and the trainers whose assertions keep it out."""
+    place = importlib.util.find_spec("verl")
+    if place is None:
+        pytest.skip("needs verl")
+    root = Path(place.origin).parent
+    handles = (root / "experimental/reward_loop/reward_loop.py").read_text()
+    assert "if not self.config.reward.reward_model.enable or self.config.reward.reward_model.enable_resource_pool:\n" \
+           "            return self.reward_loop_workers\n        return None" in handles
+    for file in ("trainer/ppo/v1/trainer_separate_async.py",
+                 "experimental/fully_async_policy/fully_async_rollouter.py"):
+        assert "config.reward.reward_model.enable_resource_pool, (" in (root / file).read_text()

@@ -11,7 +11,7 @@ import os
 from esgrpo.algo.null_groups import a_batch_can_wait, alike_is_null
 from esgrpo.algo.terms import NullGroups
 from esgrpo.config import PREFIX, Segment
-from esgrpo.hooks.verl.run import overlap_rules, pruning_rules
+from esgrpo.hooks.verl.run import overlap_rules, pruning_rules, reward_rules
 from esgrpo.hooks.verl.run.plan import ROLLOUT, Plan, Setting, refuse
 
 
@@ -48,6 +48,7 @@ def check_model_path(path: str) -> None:
 
 def _rules(config, found: Plan, features: frozenset[str]):
     """Yields settings to change and lines to say."""
+    yield from reward_rules.lines(config, found)  # may take switches back
     segment = found.segment
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     yield from pruning_rules.lines(config, segment)
@@ -150,7 +151,6 @@ def _sampler(config):
 def _v1(config, segment: Segment, features: frozenset[str]):
     """verl's sync trainer ends a step with nothing unfinished: what carries over is its colocate_async trainer."""
     v1 = config.trainer.v1
-    yield from _late_rewards(config, segment)
     if "yield" in features and v1.trainer_mode == "sync":
         yield Setting("trainer.v1.trainer_mode", "colocate_async", "boundary=yield carries unfinished groups over "
                       f"({v1.colocate_async.num_warmup_batches} batches ahead, "
@@ -167,21 +167,6 @@ def _v1(config, segment: Segment, features: frozenset[str]):
     if sampler.max_off_policy_threshold is not None and sampler.max_off_policy_strategy == "wait" and warmup > 0:
         yield (f"trainer.v1.sampler.max_off_policy_strategy=wait lets a complete group queue for up to {warmup} more "
                f"steps: a trained group spans at most {sampler.max_off_policy_threshold} + {warmup} weight versions")
-
-
-def _late_rewards(config, segment: Segment):
-    """verl asks a reward model that shares the trainer's GPUs once a batch is whole: no reward is known before."""
-    model = (config.get("reward") or {}).get("reward_model") or {}
-    if not model.get("enable") or model.get("enable_resource_pool") or not segment.enable:
-        return
-    pool, todo = "reward.reward_model.enable_resource_pool", "set it: the reward model then has GPUs of its own"
-    if segment.prune.resolved.enable:
-        refuse(pool, False, f"True with {PREFIX}.prune.resolved: rewards would be known too late for it", todo)
-    switches = {"prune.verdict": segment.prune.verdict.enable, "sampler": segment.sampler.enable,
-                "prune.audit": segment.prune.audit.enable}
-    blind = ", ".join(f"{PREFIX}.{name}" for name, on in switches.items() if on)
-    if blind:
-        yield f"{blind}: nothing will be learned from rewards, because they come after the rollout with {pool}=False"
 
 
 def _losses(config, found: Plan, features: frozenset[str]):

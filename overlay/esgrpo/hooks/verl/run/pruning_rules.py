@@ -9,6 +9,7 @@ from esgrpo.algo.looks import distance
 from esgrpo.algo.segments import first_proof
 from esgrpo.algo.terms import Treatment
 from esgrpo.config import PREFIX, Segment
+from esgrpo.hooks.verl.run import reward_rules
 from esgrpo.hooks.verl.run.plan import ROLLOUT, Setting, refuse
 
 # denominators that do not depend on which rows were kept; their losses are sums over a row's tokens
@@ -118,8 +119,9 @@ def loops(config, segment: Segment):
     rule = segment.prune.repetition
     yield from _needs_log_probs(config, "prune.repetition proves a loop by the log-probs of its tokens")
     if not segment.prune.audit.enable:
+        pool = f" and {reward_rules.POOL}=True" if reward_rules.after_sampling(config) else ""
         yield (f"{PREFIX}.prune.repetition: nothing measures how many loops would have come out right; "
-               "prune.audit.enable=True exempts some of them by a coin (not with verl 0.7.0)")
+               f"prune.audit.enable=True{pool} exempts some of them by a coin (not with verl 0.7.0)")
     first, budget = first_proof(rule), config.data.max_response_length
     if first >= budget:
         yield (f"{PREFIX}.prune.repetition: no loop will be found, because with min_span = {rule.min_span} and "
