@@ -238,7 +238,7 @@ def test_a_predicted_reward_has_no_kl_penalty():
 
 
 def test_a_record_says_what_became_of_the_response():
-    from esgrpo.algo.rollout import Response
+    from esgrpo.algo.attempts import Response
     from esgrpo.algo.terms import Outcome
 
     plain = Response("g", 0, tokens=4, logprob_sum=-2.5).record(1.0, 0.0, None, "failed")

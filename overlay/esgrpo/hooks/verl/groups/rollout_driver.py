@@ -18,7 +18,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from esgrpo import config, records
-from esgrpo.algo import rollout, rows
+from esgrpo.algo import attempts, rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.looks import ASK_EVERY_S
@@ -52,7 +52,7 @@ class Seat:
         return self.client is None or _leads_to(self.client, client)
 
     @property
-    def response(self) -> rollout.Response | None:
+    def response(self) -> attempts.Response | None:
         return self.driver.runs.response(self.group, self.number)
 
     def fields(self) -> dict:
