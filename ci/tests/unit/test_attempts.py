@@ -255,6 +255,28 @@ def test_a_replica_that_hangs_keeps_nobody_else_from_being_ended(capsys, order):
     assert driver.decisions["advice/failed"] == 1 and capsys.readouterr().err.count("the server is gone") == 1
 
 
+def test_a_replica_that_does_not_answer_keeps_the_progress_of_no_other(capsys):
+    """A rule that needs to know how far members are goes on with what is known. The first two are the control."""
+    async def gone(group):
+        raise ConnectionError("the server is gone")
+
+    async def well(group):
+        return {"1": 300}
+
+    async def scene(names):
+        driver, seen = new_driver(), []
+        driver.handles = {name: SimpleNamespace(esgrpo_progress=SimpleNamespace(remote=server))
+                          for name, server in {"gone": gone, "well": well}.items()}
+        driver.on = seen.append
+        driver._carry_out([rollout.Ask("g", names)])
+        await asyncio.gather(*driver._tasks)
+        return driver.decisions["advice/failed"], [event.tokens for event in seen]
+
+    assert asyncio.run(scene(("well",))) == (0, [{1: 300}]) and asyncio.run(scene(("gone",))) == (1, [{}])
+    assert asyncio.run(scene(("gone", "well"))) == asyncio.run(scene(("well", "gone"))) == (1, [{1: 300}])
+    assert capsys.readouterr().err.count("the server is gone") == 3
+
+
 class Client:
     """Something with a generate that may hold others."""
 

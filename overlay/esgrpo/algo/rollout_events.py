@@ -76,7 +76,7 @@ class MemberEnded:
 
 @dataclass(frozen=True)
 class Progress:
-    """Tokens of the whole response so far, of every member of the group that decodes somewhere."""
+    """Tokens of the whole response so far, of the group's members that decode on a replica which answered."""
 
     group: str
     tokens: dict[int, int]

@@ -193,17 +193,27 @@ class Driver:
             self._say(error, "the weight versions of an aborted response's tokens are the server's")
             return None
 
+    async def _each(self, method: str, asked: dict) -> tuple[list, BaseException | None]:
+        """All replicas at once (`asked`: the arguments of each), each within its own deadline: one that hangs keeps
+        nothing from the others. Returns the answers that came, and the first failure."""
+        heard = await asyncio.gather(*(self._call([replica], method, *given) for replica, given in asked.items()),
+                                     return_exceptions=True)
+        failed = [found for found in heard if isinstance(found, BaseException)]
+        parts = [answer for found in heard if not isinstance(found, BaseException) for answer in found]
+        return parts, failed[0] if failed else None
+
     async def _ask(self, action: rollout.Ask) -> None:
-        parts = await self._call(action.replicas, "esgrpo_progress", action.group)
+        parts, failed = await self._each("esgrpo_progress", {replica: (action.group,) for replica in action.replicas})
         self.on(rollout.Progress(action.group, {int(number): tokens for answer in parts
                                                 for number, tokens in answer.items()}))
+        if failed is not None:
+            raise failed
 
     async def _finish(self, action: rollout.Finish) -> None:
-        """All replicas at once, each within its own deadline: the coin is recorded, so everybody has to be told."""
-        told = await asyncio.gather(*(self._call([replica], "esgrpo_finish_group", action.group, list(numbers),
-                                                 action.rule) for replica, numbers in action.members.items()),
-                                    return_exceptions=True)
-        for failed in (answer for answer in told if isinstance(answer, BaseException)):
+        """The coin is recorded, so everybody has to be told."""
+        _, failed = await self._each("esgrpo_finish_group", {
+            replica: (action.group, list(numbers), action.rule) for replica, numbers in action.members.items()})
+        if failed is not None:
             raise failed
 
     async def _join_tail(self, action: rollout.JoinTail) -> None:
