@@ -35,6 +35,7 @@ SEVEN_B = "engine_h200_7b.jsonl"
 SEVEN_B_EIGHT = ("engine_h200_7b_three_seeds.jsonl", "engine_h200_7b_eight_updates.jsonl")
 # room for all, eight updates; without a barrier; two replicas with scarce memory against Seer
 SEVEN_B_AMPLE, SEVEN_B_ASYNC = ("engine_h200_7b_ample.jsonl",), ("engine_h200_7b_async.jsonl",)
+SEVEN_B_ROLLPACKER = ("engine_h200_7b_ample_rollpacker.jsonl",)
 SEVEN_B_SEER = "engine_h200_7b_seer.jsonl"
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
@@ -140,6 +141,7 @@ def _seven_b() -> dict[str, str]:
             "barrier7": spread(times("verl@0.05", eight)).partition(" ")[0],
             "seer7": span(times("seer@0.05", seer)), "seer_runs7": str(len(seer)),
             "ample7": span(ample), "ample_runs7": str(len(ample)), "ample_stale7": _stale("es-grpo", SEVEN_B_AMPLE),
+            "ample_roll7": f"{_against('rollpacker', SEVEN_B_ROLLPACKER)[0]:.2f}",  # one seed
             "async7": span(free), "async_runs7": str(len(free)),
             "headroom": span(times("es-grpo", four)), "runs7": str(len(four)),
             "runs8": str(len({found[ours]["seed"] for found in eight})),
