@@ -188,12 +188,46 @@ def test_a_story_balances():
     (lambda rows: rows["responses"].append(rows["responses"][-1]), "ended more than once"),
     (lambda rows: rows["responses"].pop(), "without a record of their end"),
     (lambda rows: rows["submitted"].pop(), "trained or given up without being drawn"),
+    (lambda rows: rows["submitted"].insert(1, {**rows["submitted"][0], "group": "g9"}), "1 prompts (1) ended or were"),
+    (lambda rows: rows["start"][1].update(drawn=4), "1 prompts (4) have no record"),
 ])
 def test_what_does_not_balance_is_named(change, said):
     rows = story()
     change(rows)
     found = books.settle(rows)
     assert not found.balanced and any(said in problem for problem in found.problems), found.problems
+
+
+def test_a_prompt_that_did_not_come_back_is_counted_as_missing():
+    rows = story()
+    del rows["reissued"]
+    assert books.settle(rows).prompts["missing"] == 1
+
+
+def test_a_run_may_begin_with_the_checkpoint_of_another():
+    """Its first draw is the one after those of that checkpoint, and epochs are those of the data loader."""
+    rows = {"start": [{"time": 0, "restart": 0, "resumed_step": 5, "drawn": 7, "prompts_per_epoch": 8}],
+            "submitted": [{"time": draw, "restart": 0, "group": f"g{draw}", "draw": draw} for draw in (8, 9, 10)]}
+    found = books.settle(rows)
+    assert found.balanced and found.prompts == {"open": 3, "drawn": 3}
+    assert found.epochs == [{"epoch": 0, "prompts": 8, "open": 1}, {"epoch": 1, "prompts": 8, "open": 2}]
+    del rows["submitted"][0]
+    assert books.settle(rows).problems == ["1 prompts (8) have no record of their draw"]
+
+
+@pytest.mark.parametrize("missing, named", [(5, "2, 3, 4, 5, 6"), (6, "2, 3, 4, 5, 6, ...")])
+def test_a_line_names_the_first_prompts_and_says_that_there_are_more(missing, named):
+    rows = {"start": [{"time": 0, "restart": 0, "resumed_step": 0, "drawn": 0}],
+            "submitted": [{"time": draw, "restart": 0, "group": f"g{draw}", "draw": draw} for draw in (1, missing + 2)]}
+    assert books.settle(rows).problems == [f"{missing} prompts ({named}) have no record of their draw"]
+
+
+def test_a_row_of_a_start_that_nothing_goes_back_to_is_not_kept():
+    rows = story()
+    rows["trained"].append({"time": 99, "run": "r", "restart": 7, "group": "g", "member": 0})  # without a step, too
+    chain = books.lineage(rows["start"], rows["checkpoint"])
+    assert [books.is_kept(row, chain) for row in rows["trained"]] == [True, False, True, True, False]
+    assert books.rolled_back(rows["trained"], rows) == {("r", 0, "g2", 0), ("r", 7, "g", 0)}
 
 
 def test_records_of_older_releases_settle_as_they_are():
