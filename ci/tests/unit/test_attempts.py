@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ci.tests.property.rollout_fakes import ended, new_driver, seat_of
-from esgrpo.algo import rollout
+from esgrpo.algo import attempts, rollout
 from esgrpo.call import Call
 from esgrpo.hooks.verl.groups import client_attempts, rollout_driver
 from esgrpo.hooks.verl.v0_7_0 import client_attempts as partial_attempts
@@ -223,6 +223,20 @@ def test_a_server_that_does_not_answer_costs_the_advice_and_no_response(monkeypa
     driver, rows = asyncio.run(scene())
     assert [row["outcome"] for row in rows] == ["finish"] * 8
     assert driver.decisions["advice/failed"] == 7 and capsys.readouterr().err.count("the server is gone") == 1
+
+
+def test_where_no_engine_says_it_an_attempt_begins_when_the_one_before_it_ended():
+    response = attempts.Response("g", 0, started=1.0)
+    for now in (3.0, 7.0):
+        response.attempt_ended(rollout.AttemptEnded("g", 0, now, 5, left=10, version=2))
+    assert response.places == [["", 1.0, 3.0, 5], ["", 3.0, 7.0, 5]] and response.spans == [[2, 10]]
+
+
+def test_a_verdict_after_the_row_is_written_decides_nothing():
+    response = attempts.Response("g", 0)
+    assert not response.sealed
+    response.record(now=1.0, score=None, audit=None, treatment="failed")
+    assert response.sealed
 
 
 @pytest.mark.parametrize("order", [("hung", "well"), ("well", "hung")])
