@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 
 import pytest
@@ -228,6 +229,12 @@ def test_a_row_of_a_start_that_nothing_goes_back_to_is_not_kept():
     chain = books.lineage(rows["start"], rows["checkpoint"])
     assert [books.is_kept(row, chain) for row in rows["trained"]] == [True, False, True, True, False]
     assert books.rolled_back(rows["trained"], rows) == {("r", 0, "g2", 0), ("r", 7, "g", 0)}
+
+
+def test_a_restart_whose_checkpoint_has_no_row_goes_back_to_the_start_before_it():
+    starts = [{"restart": number, "resumed_step": 3 * number, "drawn": number} for number in range(3)]
+    chain = books.lineage(starts, [{"step": 6, "restart": 2}])  # its own, of the same step: it did not begin with that
+    assert chain == [books.Link(0, 3, 0), books.Link(1, 6, 1), books.Link(2, math.inf, 2)]
 
 
 def test_records_of_older_releases_settle_as_they_are():

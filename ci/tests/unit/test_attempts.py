@@ -10,6 +10,7 @@ import pytest
 
 from ci.tests.property.rollout_fakes import ended, new_driver, seat_of
 from esgrpo.algo import attempts, rollout
+from esgrpo.algo.terms import Outcome
 from esgrpo.call import Call
 from esgrpo.hooks.verl.groups import client_attempts, rollout_driver
 from esgrpo.hooks.verl.v0_7_0 import client_attempts as partial_attempts
@@ -230,6 +231,14 @@ def test_where_no_engine_says_it_an_attempt_begins_when_the_one_before_it_ended(
     for now in (3.0, 7.0):
         response.attempt_ended(rollout.AttemptEnded("g", 0, now, 5, left=10, version=2))
     assert response.places == [["", 1.0, 3.0, 5], ["", 3.0, 7.0, 5]] and response.spans == [[2, 10]]
+
+
+@pytest.mark.parametrize("left, outcome", [(0, Outcome.FINISH), (1, Outcome.ABORT)])
+def test_an_interrupted_response_ends_with_its_last_token_and_not_before(left, outcome):
+    response = attempts.Response("g", 0)
+    versions = response.attempt_ended(rollout.AttemptEnded("g", 0, 1.0, 5, left, aborted=True,
+                                                           answer=payload("abort", [[0, 5]])))
+    assert response.outcome == outcome and versions == (0, 0)  # the first weights have a version, too
 
 
 def test_a_verdict_after_the_row_is_written_decides_nothing():
