@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ci.tests.property.rollout_fakes import ended, new_driver, seat_of
+from esgrpo import config
 from esgrpo.algo import attempts, rollout
 from esgrpo.algo.terms import Outcome
 from esgrpo.call import Call
@@ -239,6 +240,41 @@ def test_an_interrupted_response_ends_with_its_last_token_and_not_before(left, o
     versions = response.attempt_ended(rollout.AttemptEnded("g", 0, 1.0, 5, left, aborted=True,
                                                            answer=payload("abort", [[0, 5]])))
     assert response.outcome == outcome and versions == (0, 0)  # the first weights have a version, too
+
+
+def test_a_loop_that_no_coin_can_judge_yet_runs_on_and_is_looked_at_no_more():
+    """`prune.treatment` wants a reward for it, and what wrong responses get is not known yet."""
+    pruner = SimpleNamespace(loop=lambda *_: None, watch=lambda *_: None, take_lessons=list, verdicts=None)
+    runs = rollout.GroupRuns(rollout.Rules(config.parse({"enable": True}), BUDGET, pruner=pruner))
+    first, = runs.on(rollout.Submitted("g", 1, 0.0))
+    assert "exempt" not in first.fields
+    ended = rollout.AttemptEnded("g", 0, 1.0, 5, left=95, answer=payload("yield", [[0, 5]], rule="repetition"))
+    again, = runs.on(ended)
+    assert isinstance(again, rollout.Submit) and again.fields["exempt"] is True
+    assert runs.rules.decisions["loops/passed_by"] == 1
+
+
+def test_the_rest_of_a_group_joins_the_tail_once():
+    settings = config.parse({"enable": True, "history": {"enable": True},
+                             "routing": {"enable": True, "tail_share": 0.5, "tail_fraction": 0.5}})
+    runs = rollout.GroupRuns(rollout.Rules(settings, BUDGET, replicas=2))
+    for number in range(2):
+        runs.on(rollout.Submitted("g", 2, 0.0))
+        runs.on(rollout.Placed("g", number, "r"))
+    assert not runs.on(rollout.Progress("g", {0: 5, 1: 5}))
+    runs.on(rollout.MemberEnded("g", 0, 1.0, score=1.0))
+    joined = [runs.on(rollout.Progress("g", {1: 9})) for _ in range(2)]
+    assert [[type(action) for action in actions] for actions in joined] == [[rollout.JoinTail], []]
+
+
+@pytest.mark.parametrize("state", [None, {"coin": 1}])
+def test_what_other_workers_learned_is_taken_in_and_a_state_only_where_there_is_one(state):
+    heard = []
+    pruner = SimpleNamespace(restore=lambda found: heard.append(("state", found)),
+                             absorb=lambda found: heard.append(("lessons", found)))
+    runs = rollout.GroupRuns(rollout.Rules(config.parse({"enable": True}), BUDGET, pruner=pruner))
+    assert runs.on(rollout.Learned(["lesson"], state)) == []
+    assert heard == [("state", state)] * (state is not None) + [("lessons", ["lesson"])]
 
 
 def test_a_verdict_after_the_row_is_written_decides_nothing():
