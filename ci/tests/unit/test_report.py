@@ -323,6 +323,13 @@ def test_a_single_evaluation_stands_on_the_time_of_its_run():
     assert all(axis.get_xlim()[0] == 0 and 15.0 <= axis.get_xlim()[1] < 17.0 for axis in (axes[0], axes[2]))
 
 
+def test_coordinates_are_short_and_texts_stay():
+    from esgrpo.tools.report.plots import short_numbers
+
+    assert (short_numbers('<path d="M 44.256863 100.000004 L -0.5 7"/><text x="1.125001">1.2345 s</text>')
+            == '<path d="M 44.26 100 L -0.5 7"/><text x="1.13">1.2345 s</text>')
+
+
 def test_a_measure_without_a_ratio_has_no_panel():
     from esgrpo.tools.report.training_figures import _ratios
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ STYLE = {"font.size": 8.5, "axes.titlesize": 9, "axes.labelsize": 8.5, "axes.spi
          "legend.fontsize": 8, "figure.constrained_layout.use": True, "svg.hashsalt": "esgrpo", "svg.fonttype": "none",
          "font.sans-serif": ["DejaVu Sans", "Verdana"]}  # of one width: what holds the one holds the other
 STAMP = "SIMULATED"
+TAG, LONG_NUMBER = re.compile(r"<[^>]+>"), re.compile(r"-?\d+\.\d{3,}")
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,20 @@ def drawing(rows: int = 1, columns: int = 1, height: float = 2.6, **options):
         def done() -> str:
             text = io.StringIO()
             figure.savefig(text, format="svg", metadata={"Date": None})
-            return text.getvalue()
+            return short_numbers(text.getvalue())
 
         try:
             yield list(axes.flat), done
         finally:
             plt.close(figure)
+
+
+def short_numbers(svg: str) -> str:
+    """Coordinates to a hundredth of a point, which nobody sees; matplotlib writes six decimals. Texts stay."""
+    def short(number: re.Match) -> str:
+        return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
+
+    return TAG.sub(lambda tag: LONG_NUMBER.sub(short, tag[0]), svg)
 
 
 def save_png(draw, path, dpi: int = 130) -> None:
