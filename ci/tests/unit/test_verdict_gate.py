@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esgrpo.algo.verdict_gate import FIRST, SCALES, Gate, Outcome, Settings
+from esgrpo.algo.verdict_gate import EVIDENCE_WINDOW, FIRST, SCALES, Gate, Outcome, Settings
 
 
 def seen(correct: bool, candidate: bool, tokens: int = 100, weight: float = 1.0) -> Outcome:
@@ -55,6 +57,46 @@ def test_a_shut_gate_says_what_it_found_and_what_is_allowed(spoil, said):
     gate = right_gate()
     spoil(gate)
     assert gate.says() == said and said.startswith(gate.why_shut())
+
+
+def test_a_little_of_every_length_is_lost_too():
+    """82 of 1,500 right responses are candidates, no tenth of the lengths has more than nine of them."""
+    gate = right_gate()
+    gate.lost.extend([(index, 1.0, 0.01 if index % 18 == 0 else 0.9) for index in range(1500)])
+    share, *tenths = gate.lost_shares()
+    assert max(tenths) <= gate.settings.max_lost_of_length and share > gate.settings.max_correct_lost
+    assert gate.why_shut() == "correct responses lost"
+
+
+def test_old_evidence_fades():
+    """A model that was better than length and no longer is does not live on what it once knew."""
+    gate = Gate(Settings())
+    for _ in range(10_000):
+        gate.learn(seen(False, candidate=False))
+    assert gate.evidence == pytest.approx(0.1 * EVIDENCE_WINDOW)
+    for _ in range(int(2 * EVIDENCE_WINDOW)):
+        gate.learn(Outcome(100, False, 1.0, 0.9, 1.0, 0.0))
+    assert gate.evidence == pytest.approx(0.1 * EVIDENCE_WINDOW * math.exp(-2), rel=0.01)
+
+
+def test_a_candidate_that_stands_for_many_proves_no_more_than_one():
+    """Kish: a hundred times the weight on all changes nothing, on one it leaves little more than that one."""
+    even, scaled, one_heavy = Gate(Settings()), Gate(Settings()), Gate(Settings())
+    even.falses[FIRST].extend([(0.01, False)] * 40)
+    scaled.falses[FIRST].extend([(1.0, False)] * 40)
+    one_heavy.falses[FIRST].extend([(0.01, False)] * 39 + [(1.0, False)])
+    assert even.false_bound() == pytest.approx(scaled.false_bound()) == pytest.approx(1 / 41)  # z = 1: z^2 / (n + z^2)
+    assert one_heavy.false_bound() > 0.3 and even.false_rate() == one_heavy.false_rate() == 0.0
+    one_heavy.falses[FIRST].append((1.0, True))  # the oldest of the light ones goes
+    assert one_heavy.false_rate() == pytest.approx(1.0 / 2.38)
+
+
+def test_the_number_of_candidates_that_is_asked_for_is_enough():
+    gate = right_gate()
+    for count, why in ((gate.settings.min_candidates - 1, "false cuts"), (gate.settings.min_candidates, "")):
+        gate.falses[FIRST].clear()
+        gate.falses[FIRST].extend([(1.0, False)] * count)
+        assert gate.why_shut() == why
 
 
 def test_a_low_base_rate_permits_no_more():

@@ -75,6 +75,7 @@ def test_looks_wait_until_they_are_asked_for_and_go_with_their_group():
     assert looks.take(["g"]) == {}
     looks.look("k", "g", 0, 70, tokens[:70], (-70.0, 70))
     looks.ended("k", "g", was_last=False)
+    assert list(looks._kept) == ["g"]  # siblings are still here, so somebody may ask
     looks.ended("sibling", "g", was_last=True)
     assert looks.take(["g"]) == {} and (looks._last, looks._kept) == ({}, {})
 
