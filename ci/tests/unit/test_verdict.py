@@ -32,6 +32,18 @@ def test_features_are_finite_whatever_comes(surprisal, recent, distinct, novel, 
     assert len(row) == SIZE and all(math.isfinite(value) and abs(value) <= LARGEST for value in row)
 
 
+@pytest.mark.parametrize(("novel", "loop", "siblings", "of_siblings"), [
+    (0.25, 0.0, Siblings(4, [0.1, 0.1], [64, 256, 128], 1), (1.0, 0.75, math.log(1.5 / 2.5), 2.0)),
+    (0.0, 1.0, Siblings(4, [], [1024], 1), (0.0, 0.25, math.log(1.5 / 0.5), 0.0)),  # shorter than who has finished
+    (0.0, 1.0, Siblings(4, [0.1 * math.e ** 3, 0.0], [], 0), (1.0 - (3.0 + math.log(0.01)) / 2, 0.0, 0.0, 0.0))])
+def test_features_say_what_their_names_say(novel, loop, siblings, of_siblings):
+    row = vector(Look(512, 0.1 * math.e, 0.1 * math.e ** 2, 0.5, novel, 0.125, 0.5), siblings)
+    minus_group, finished, logit, doublings = of_siblings
+    told = (1.0, 1.0, 1.0, 2.0, minus_group, 0.5, novel, 0.125, 0.5, finished, logit, doublings, loop, 0.125, 1.0)
+    assert row[:len(told)] == pytest.approx(told)
+    assert row[len(told):] == pytest.approx([0.5 * value for value in told[1:13]])
+
+
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=READ_TOKENS), min_size=2, max_size=5))
 def test_a_look_counts_what_sets_would(windows):
     """Two members read the same windows, one by one; the counts are those of plain sets."""
@@ -213,6 +225,35 @@ def test_only_the_newest_of_several_looks_decides_and_all_are_learned_from():
     assert {number: len(found) for number, found in rows.items()} == {0: 2, 1: 1}
     novel = FEATURES.index("novel 4-grams")
     assert [row[novel] for row in rows[0]] == [1.0, 0.0]
+
+
+def test_nothing_is_decided_by_an_older_look():
+    """What it said then is too late; the newest one says that the response goes on."""
+    verdicts = rule(Settings(audit=1e-9))
+    verdicts.model.weights[0], verdicts.model.weights[FEATURES.index("novel 4-grams")] = 12.0, -24.0
+    verdicts.watch("g", 4)
+    assert verdicts.looks("g", {0: [Glance(10, [1, 2, 3, 4], 0.1, 0.1), Glance(20, [1, 2, 3, 4], 0.1, 0.1)]}) == {}
+    assert verdicts.groups["g"].members[0].lowest > verdicts.limit
+
+
+def test_the_gate_hears_how_low_a_probability_ever_was():
+    verdicts = rule(open=False)
+    verdicts.model.weights[0], verdicts.model.weights[FEATURES.index("novel 4-grams")] = 12.0, -24.0
+    verdicts.watch("g", 1)
+    for novel in (0.0, 1.0, 0.0):
+        verdicts.look("g", {0: Look(100, 0.1, 0.1, 1.0, novel, 0.0, 0.0)})
+    assert verdicts.ended("g", 0, 100, True).lowest < Settings().limits[0]
+
+
+def test_a_look_is_put_beside_siblings_that_were_looked_at():
+    """All of one boundary know each other, whoever comes first; one that ended unseen has no surprisal."""
+    verdicts = rule(open=False)
+    verdicts.watch("g", 3)
+    verdicts.ended("g", 2, 10, True)
+    verdicts.look("g", {0: a_look(surprisal=0.1), 1: a_look(surprisal=0.1 * math.e)})
+    column = FEATURES.index("surprisal minus the group's")
+    rows = {number: member.rows for number, member in verdicts.groups["g"].members.items()}
+    assert [rows[number][0][column] for number in (0, 1)] == pytest.approx([-1.0, 1.0])
 
 
 def test_loops_that_were_cut_count_towards_the_half():
