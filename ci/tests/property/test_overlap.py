@@ -175,6 +175,59 @@ def test_a_version_that_was_seen_changes_nothing():
     assert once.setting == twice.setting and once.rates == twice.rates
 
 
+def in_flight_of_the_law(setting: Setting, rates: Rates, train: float, limit: float) -> float:
+    """f of the law's lines for R, f, w and q, by halving; `limit`: what c stands for in them."""
+    version, bound, (a, b) = LIMITS.groups(setting), LIMITS.in_process(setting), rates.decode
+    low, high = 1e-6, 1e6
+    for _ in range(100):
+        half = math.sqrt(low * high)
+        rollout = version * rates.group_tokens * (a / half + b) + rates.pause
+        q = rates.stock * setting.trigger * min(1.0, train / rollout)
+        w = max(1.0, bound + 0.4 * (version - q))
+        low, high = (half, high) if (limit**-4 + w**-4) ** -0.25 > half else (low, half)
+    return low
+
+
+@given(settings_of_users, rates_of_loops, st.floats(0.5, 1.5))
+def test_the_point_at_which_the_lines_of_the_law_hold_is_found_at_once(setting, rates, stock):
+    rates = replace(rates, stock=stock)
+    rollout, train, inflight, q = flow(setting, rates, LIMITS)
+    begun = LIMITS.groups(setting) + LIMITS.in_process(setting)
+    law = in_flight_of_the_law(setting, rates, train, min(setting.concurrency, begun))
+    assert inflight == pytest.approx(law, rel=0.12)  # in it R is that of w, not of f
+    a, b = rates.decode
+    assert rollout == pytest.approx(LIMITS.groups(setting) * rates.group_tokens * (a / inflight + b) + rates.pause)
+    assert train == pytest.approx(rates.train[0] + rates.train[1] * rates.group_tokens * setting.trigger + rates.sync)
+    assert q == pytest.approx(stock * setting.trigger * min(1.0, train / rollout))
+
+
+@given(st.builds(LIMITS.within, st.just(128), st.floats(0, 8), st.integers(16, 24)), rates_of_loops)
+def test_far_below_its_limit_what_is_in_flight_is_exactly_the_laws(setting, rates):
+    _, train, inflight, _ = flow(setting, rates, replace(LIMITS, triggers_per_version=1))
+    begun = LIMITS.groups(setting) + LIMITS.in_process(setting)
+    found = in_flight_of_the_law(setting, rates, train, 1e9)  # w
+    assert inflight == pytest.approx((min(128, begun)**-4 + found**-4) ** -0.25, rel=1e-6)
+
+
+@given(settings_of_users, rates_of_loops, st.floats(0, 0.9), st.floats(0.5, 10))
+def test_a_forecast_is_the_law_in_its_letters(setting, rates, nu, age_scale):
+    rates = replace(rates, null_share=nu)
+    R, T, f, q = flow(setting, rates, LIMITS)
+    N, W, B, m = LIMITS.groups(setting), LIMITS.in_process(setting), setting.trigger, LIMITS.mini_batch
+    g, (a, b), p = rates.group_tokens, rates.decode, rates.pause
+    spare = T - p - N * g * b
+    keeps_up = N * g * a / spare if spare > 0 else math.inf  # R = T at so many in flight
+    o = min(1.0, W / (min(f, keeps_up) + q)) ** (2 / 3)
+    V = max(R, T) + (1 - o) * min(R, T)
+    P = min(W, f + q + T / (2 * (R - T))) if R > T else W
+    A = (P + (N - m) / 2) / m
+    k = min(max(1.0, T / R), 1 / (1 - nu))
+    u = 1 + min(1.0, max(0.0, W - 1.5 * min(f, k * keeps_up)) / B) * (k - 1)
+    found = forecast(setting, rates, LIMITS, age_scale)
+    assert (found.seconds, found.age, found.overlap, found.useful) == pytest.approx((V, A, o, u))
+    assert found.fresh == pytest.approx(N * u / V * math.exp(-A / age_scale))
+
+
 @given(settings_of_users, rates_of_loops, st.floats(0.5, 10), st.floats(1, 4))
 def test_more_trust_never_asks_for_fresher_tokens(now, rates, scale, factor):
     less, more = (best(now, rates, LIMITS, each) for each in (scale, scale * factor))

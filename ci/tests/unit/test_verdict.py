@@ -245,6 +245,57 @@ def test_the_gate_hears_how_low_a_probability_ever_was():
     assert verdicts.ended("g", 0, 100, True).lowest < Settings().limits[0]
 
 
+@pytest.mark.parametrize("correct", [False, True])
+def test_evidence_is_what_a_look_says_more_than_length_does(correct):
+    """The model knows at two looks of three, length never does: in nats, their mean."""
+    verdicts = rule(open=False)
+    verdicts.model.weights[0], verdicts.model.weights[FEATURES.index("novel 4-grams")] = 0.0, 2.0
+    verdicts.watch("g", 1)
+    for novel in (1.0, 0.0, 1.0):
+        verdicts.look("g", {0: Look(100, 0.1, 0.1, 1.0, novel, 0.0, 0.0)})
+    right = 1 / (1 + math.exp(-2.0))
+    said = math.log(right if correct else 1 - right) - math.log(0.5)
+    assert verdicts.ended("g", 0, 100, correct).ratio == pytest.approx(2 / 3 * said)
+
+
+def test_who_ends_without_a_look_says_nothing_of_the_model():
+    verdicts = rule()
+    verdicts.watch("g", 1)
+    assert verdicts.ended("g", 0, 100, True).predicted() == {"weight": 1.0, "lowest": 1.0, "share": OPEN.audit,
+                                                             "ratio": 0.0}
+
+
+@pytest.mark.parametrize(("is_open", "weight"), [(False, 1.0), (True, 1.0 / OPEN.audit)])
+def test_a_candidate_whose_coin_was_tossed_or_that_needs_none_counts_once(is_open, weight):
+    verdicts = rule(open=is_open)
+    verdicts._rng.random = lambda: 0.0  # spared
+    verdicts.watch("g", 2)
+    verdicts.look("g", {0: a_look()})
+    outcome = verdicts.ended("g", 0, 100, False)
+    assert (outcome.share, outcome.weight) == (1.0, weight)
+
+
+def test_a_candidate_of_a_group_with_no_room_counts_as_the_coin_would_have_let_it():
+    """Of others like it only the coin's share is ever seen to its end: this one must not count more."""
+    verdicts = rule()
+    verdicts.watch("g", 2)
+    verdicts.removed("g", 1, cut=True)
+    verdicts.look("g", {0: a_look()})
+    outcome = verdicts.ended("g", 0, 100, False)
+    assert (outcome.share, outcome.weight) == (OPEN.audit, 1.0)
+
+
+def test_who_was_right_before_is_seen_by_the_others():
+    verdicts = rule(open=False)
+    verdicts.watch("g", 4)
+    for number, correct in ((0, True), (1, True), (2, False)):
+        verdicts.ended("g", number, 100, correct)
+    verdicts.look("g", {3: a_look()})
+    row = verdicts.groups["g"].members[3].rows[0]
+    assert [row[FEATURES.index(name)] for name in ("finished share", "siblings' logit")] == pytest.approx(
+        [0.75, math.log(2.5 / 1.5)])
+
+
 def test_a_look_is_put_beside_siblings_that_were_looked_at():
     """All of one boundary know each other, whoever comes first; one that ended unseen has no surprisal."""
     verdicts = rule(open=False)

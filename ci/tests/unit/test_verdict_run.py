@@ -115,6 +115,8 @@ def test_workers_of_one_sync_make_one_update():
     alone.update(together)
     for pool in pools:
         assert pool.verdicts.model.weights == pytest.approx(alone.model.weights)
+        assert pool.verdicts.length.weights == pytest.approx(alone.length.weights)
+    assert alone.length.weights != new_verdicts().length.weights != alone.model.weights
 
 
 def test_a_silent_worker_is_not_waited_for_twice():

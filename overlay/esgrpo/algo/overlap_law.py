@@ -111,7 +111,7 @@ def at_most(limit: float, wanted: float) -> float:
 
 
 def flow(setting: Setting, rates: Rates, limits: Limits) -> tuple[float, float, float, float]:
-    """R, T, f and q: the one point at which f's and q's lines of the law hold at once."""
+    """R, T, f and q: the one point at which f's and q's lines of the law hold at once, with w for f in the R of q."""
     batch, count = setting.trigger, limits.groups(setting)
     train = limits.triggers_per_version * (rates.train[0] + rates.train[1] * rates.group_tokens * batch) + rates.sync
     alone = count * rates.group_tokens * rates.decode[0]  # R = alone / f + always
