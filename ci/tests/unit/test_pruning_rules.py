@@ -190,6 +190,15 @@ def row(**changes):
     return {"outcome": "finish", "rule": "", "keep_probability": 1.0, "pivot": None, "score": 1.0, **changes}
 
 
+def test_another_measure_judges_a_group_in_which_no_coin_was_tossed():
+    """verl's filter_groups.metric; where advantages are measured from a pivot, of rewards, only these can tell."""
+    rows, kept, alike = [row(score=1.0), row(score=0.0)], [True, True], [0.5, 0.5]
+    assert not treatment.is_null(rows, kept) and treatment.is_null(rows, kept, alike)
+    tossed = [row(score=1.0), row(score=0.0, keep_probability=0.1, pivot=0.5)]
+    assert not treatment.is_null(tossed, kept, alike)
+    assert treatment.is_null([row(score=1.0), row(score=1.0, keep_probability=0.1, pivot=1.0)], kept, [0.0, 1.0])
+
+
 def test_which_groups_are_null():
     pruned = row(outcome="prune", rule="resolved", keep_probability=0.1, pivot=1.0, score=0.0)
     exempted, loop = row(keep_probability=0.1, pivot=1.0), row(outcome="prune", rule="repetition", score=0.0)
@@ -201,6 +210,7 @@ def test_which_groups_are_null():
     assert null(row(), row(), pruned, exempted)
     assert not null(row(), row(), pruned, {**exempted, "score": 0.0})
     assert not null(row(), row(), exempted)  # nobody was pruned
+    assert not null(row(), row(), {**exempted, "rule": "resolved"})
     assert not null(row(), row(), {**pruned, "rule": "enough"})
     assert null(row(), row(), pruned, loop) and not null(row(), row(), pruned, loop, loops=True)  # a trained loop
 
