@@ -20,11 +20,13 @@ from esgrpo.algo.overlap import (
     LOST,
     MEMORY,
     PATIENCE,
+    SMOOTH,
     TIGHTEN,
     TRAIN_LEVEL,
     WATCHED,
     Cause,
     Controller,
+    Decoding,
     Training,
     Watch,
     Window,
@@ -404,6 +406,37 @@ def test_an_alarm_tightens_and_calm_widens_again(name, usual, alarming):
 def test_a_constant_signal_never_alarms(value, rises):
     watch = Watch(rises, drifts=not rises)
     assert not any(watch.alarms(each) for each in [value, math.nan, None] * 30)
+
+
+def test_noise_that_is_usual_alarms_nobody_and_hides_no_rise():
+    """Twice what is usual is noise; on a steady signal as much and half again is a rise, and alarms twice running."""
+    noisy, steady = Watch(True), Watch(True)
+    alarms = [noisy.alarms(value) for value in [9.0, 11.0] * 10 + [12.0, 12.0]]
+    assert not any(alarms)
+    assert [steady.alarms(value) for value in [10.0] * 6 + [13.0] * 2] == [False] * 7 + [True]
+
+
+def test_a_batch_of_more_tokens_that_takes_as_much_longer_is_as_fast_as_before():
+    training = Training()
+    for tokens in (1000, 2000, 3000, 1500):
+        training.add(8, tokens, 1.0 + 0.001 * tokens)
+    for tokens, seconds, is_off in ((9000, 10.0, False), (9000, 4.0, False), (3000, 8.0, True)):  # the mean is 2.9
+        training.add(8, tokens, seconds)
+        assert (training.doubted is not None) == is_off, (tokens, seconds)
+
+
+def test_until_sizes_differ_a_tenth_of_the_time_is_a_triggers_own():
+    training = Training()
+    for _ in range(3):
+        training.add(8, 1000, 10.0)
+    assert training.fit(125.0) == pytest.approx((TRAIN_LEVEL * 10.0, (1 - TRAIN_LEVEL) * 10.0 / 1000))
+
+
+def test_what_engines_say_of_their_steps_is_followed():
+    decoding = Decoding()
+    for share, growth in ((0.5, 0.1), (None, 0.1), (0.25, 0.1 + SMOOTH * 0.2)):  # (1 / share - 1) / 10
+        decoding.add(10.0, 1.0, 0.1, share)
+        assert decoding.growth == pytest.approx(growth)
 
 
 @pytest.mark.parametrize("signal", [lambda rng: rng.gauss(0.0, 0.1), lambda rng: rng.expovariate(1.0)])

@@ -142,6 +142,45 @@ def test_finished_members_that_disagree_are_no_candidates_case():
     assert chosen.checkpoint("g", {3: 50}) == {} and not chosen.wants_progress("g")
 
 
+def test_one_finished_member_agrees_with_itself_and_says_nothing():
+    chosen = warmed_up()
+    chosen.watch("g", GROUP, SURE)
+    for members, says in (([0], False), ([1], True)):
+        finish(chosen, "g", members)
+        assert chosen.wants_progress("g") == says and bool(chosen.checkpoint("g", {7: 50})) == says
+
+
+@pytest.mark.parametrize(("ending", "by_rule"), [(None, False), (Finished(50, False, 0.0), True)])
+def test_who_failed_or_looped_is_neither_a_sibling_that_finished_nor_waited_for(ending, by_rule):
+    chosen = warmed_up()
+    chosen.watch("g", GROUP, SURE)
+    finish(chosen, "g", range(3))
+    alone = chosen._resolved(chosen.groups["g"], {7: 50}, {})
+    for member in range(3, 7):
+        chosen.ended("g", member, ending, by_rule)
+    watched = chosen.groups["g"]
+    assert watched.answers == [True] * 3 and watched.agreed()
+    assert chosen._resolved(watched, {7: 50}, {}) < alone / 3  # one that may differ instead of five
+    assert chosen.wants_progress("g")
+    chosen.ended("g", 7, ending, by_rule)
+    assert not chosen.wants_progress("g")
+
+
+def test_who_has_finished_is_no_candidate_though_an_engine_still_names_it():
+    chosen = warmed_up()
+    chosen.watch("g", GROUP, SURE)
+    finish(chosen, "g", range(4))
+    assert set(chosen.checkpoint("g", dict.fromkeys(range(3, 6), 50))) == {4, 5}
+
+
+def test_a_forecast_that_is_known_stays_and_one_that_comes_later_counts():
+    chosen = pruner(resolved={"enable": True})
+    for first, then, kept in ((None, SURE, SURE), (SURE, None, SURE), (SURE, {**SURE, "beta": 9.0}, SURE)):
+        chosen.watch("g", GROUP, first)
+        assert chosen.watch("g", GROUP, then).forecast == kept
+        chosen.close("g")
+
+
 def test_an_uncertain_prompt_and_a_long_straggler_are_no_candidates():
     chosen = warmed_up()
     for group, forecast, tokens in (("unsure", {**SURE, "beta": 40.0}, 50), ("long", SURE, 100 * 2**20),

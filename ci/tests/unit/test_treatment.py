@@ -14,6 +14,9 @@ from esgrpo.algo import audit
 from esgrpo.algo.group_pruning import Finished, GroupPruner
 from esgrpo.algo.terms import Rule, Treatment
 from esgrpo.algo.treatment import Rewards, is_resolved_null, masked
+from esgrpo.algo.verdict import Verdicts
+from esgrpo.algo.verdict_features import Glance
+from esgrpo.algo.verdict_gate import FIRST, Settings
 from esgrpo.losses import Tossed
 
 SURE = {"alpha": 1.0, "beta": 200.0}  # of a prompt that nobody solves; the other way round: that everybody does
@@ -99,6 +102,39 @@ def test_nobody_is_cut_before_the_scale_of_rewards_is_known(treatment):
     groups.ended("g", 1, Finished(50, False, -1.0))
     assert groups.loop("g", 0, 300, 0.0).reward == -1.0  # the failure that a loop is, on the scale of this reward
     assert pruner("failed").watch("g", 8, None) is not None
+
+
+@pytest.mark.parametrize(("treatment", "known", "reward"), [
+    ("failed", False, None), ("failed", True, None), ("value", False, ...), ("value", True, 0.25)])
+def test_a_verdict_brings_the_reward_that_its_treatment_wants(treatment, known, reward):
+    """Where what responses get is not known yet, nobody is cut: `...`."""
+    verdicts = Verdicts(Settings(audit=1e-9), random.Random(0))
+    verdicts.model.weights[0], verdicts.opens_at = -12.0, FIRST  # all are candidates
+    groups = pruner(treatment)
+    groups.verdicts = verdicts
+    groups.watch("g", 4, None)
+    for correct, score in ((True, 1.25), (False, 0.25)):
+        if known:
+            groups.rewards.learn(correct, score)
+    found, let_go = groups.looked("g", {2: [Glance(40, [1, 2, 3, 4], 0.1, 0.1), Glance(70, [1, 2, 3, 4], 0.1, 0.1)]})
+    assert set(verdicts.report()) == set(groups.report(Rule.VERDICT)) and Rule.VERDICT in groups.reports()
+    if reward is ...:
+        assert (found, let_go, groups.groups["g"].decided) == ({}, 1, {})
+        return
+    assert let_go == 0 and found == groups.groups["g"].decided
+    decided = found[2]
+    assert decided.verdict.prune and decided.verdict.rule == Rule.VERDICT and decided.tokens == 70
+    assert decided.reward == (reward if reward is None else pytest.approx(reward, abs=0.01))
+
+
+@pytest.mark.parametrize(("ending", "by_rule", "teaches"), [
+    (None, False, False), (Finished(50, False, 0.0), True, False), (Finished(50, False, 0.0), False, True)])
+def test_a_gate_hears_of_those_that_ended_by_themselves(ending, by_rule, teaches):
+    groups = pruner("failed")
+    groups.verdicts = Verdicts(Settings(), random.Random(0))
+    groups.watch("g", 4, None)
+    assert (groups.ended("g", 0, ending, by_rule) is not None) == teaches
+    assert groups.verdicts.groups["g"].cut == by_rule
 
 
 def test_which_groups_may_be_replaced():
