@@ -107,6 +107,21 @@ def test_a_share_between_two_values_does_not_flap():
     assert len(set(answers[50:])) == 1
 
 
+def test_the_last_tail_replica_goes_only_where_there_is_next_to_no_tail():
+    """Between half the dead band and all of it: who has one keeps it, who has none gets none."""
+    clock = Clock()
+    share, other = TailShare(0.5, clock), TailShare(0.5, clock)
+    assert settled(share, clock, 8, 1, 99, 40)[-1] == 0  # 0.08 replicas
+    assert settled(other, clock, 8, 3, 97, 40)[-1] == 1
+    assert set(settled(other, clock, 8, 1, 99, 40)) == {1}
+    assert settled(other, clock, 8, 0, 100, 40)[-1] == 0
+
+
+def test_never_all_replicas_serve_the_tail():
+    clock = Clock()
+    assert settled(TailShare(1.0, clock), clock, 4, 100, 0, 40)[-1] == 3
+
+
 # ---- choice
 
 LOAD = {"a": 2, "b": 6, "c": 7, "d": 7}

@@ -6,6 +6,7 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,6 +106,21 @@ def test_it_matters_not_who_saw_what_in_which_order(order, workers):
         return copies[0].weights
 
     assert learned(order, workers) == pytest.approx(learned(range(30), 1), abs=1e-9)
+
+
+def test_curvature_is_that_of_the_likelihood_whoever_learned_it():
+    """Sum of w p (1 - p) x x' over the outcomes, p at the weights at which each was learned."""
+    model, wanted = Logistic((0, 1, 2)), np.zeros((3, 3))
+    for part in range(3):
+        for x, correct in outcomes(part, 20):
+            p = model.probability(x)
+            model.learn(x, correct, weight=2.0)
+            wanted += 2.0 * p * (1 - p) * np.outer(x, x)
+        model.update(model.take())
+    assert model.curvature == pytest.approx(wanted[np.tril_indices(3)])
+    weights = model.weights
+    model.update(Sums.empty(3))  # nothing learned, nothing moves
+    assert model.weights == pytest.approx(weights)
 
 
 @pytest.mark.parametrize("first", range(0, 1000, 200))
