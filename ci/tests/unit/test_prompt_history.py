@@ -228,6 +228,20 @@ def test_there_is_always_an_answer():
         assert (forecast["alpha"], forecast["beta"]) == pytest.approx((1, 1))
 
 
+@pytest.mark.parametrize(("budget", "tokens", "high"), [(0, 1024.0, 2048.0), (1000, 500.0, 1000.0), (1, 1.0, 1.0)])
+def test_before_any_response_a_forecast_is_half_of_what_may_be(budget, tokens, high):
+    forecast = history(budget=budget).forecast("x")
+    assert {name: forecast[name] for name in ("tokens", "low", "high", "known", "length_class")} == {
+        "tokens": tokens, "low": 1.0, "high": high, "known": False, "length_class": "body"}
+
+
+def test_without_a_budget_a_prompt_like_all_others_is_no_tail():
+    told = history()
+    for number in range(20):
+        told.observe(str(number), [1000] * GROUP, *whole([1000] * GROUP))
+    assert told.forecast("3")["length_class"] == "body"
+
+
 # ---- quality
 
 def test_ranks_and_spearman():
