@@ -9,6 +9,8 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench import loops
 from ci.tests.property.rollout_fakes import ended, new_driver, seat_of
@@ -137,6 +139,31 @@ def test_the_proof_goes_over_attempts_and_needs_their_tokens():
     first = attempt([], [], 0)
     assert isinstance(attempt(first, [5] * 128, 128), list)  # other tokens before it
     assert isinstance(attempt(first, [7] * 12, 128), list)  # tokens that are not there
+
+
+def proven_at(tokens: list[int], log_probs: list[float], ends: list[int]) -> int | None:
+    """Length at which a response is a proven loop whose attempts end at `ends`; an engine step makes one token."""
+    marks, done = [], 0
+    for end in [*ends, len(tokens)]:
+        book = book_of()
+        book.add("a", "g", 0, done, marks=marks, earlier=tokens[:done])
+        for total in range(done + 1, end + 1):
+            told = sum(log_probs[done:total]), total - done
+            for key in book.advance():
+                if book.look(key, tokens[done:total], told).outcome == PRUNE:
+                    return total
+        told = sum(log_probs[done:end]), end - done
+        marks, done = json.loads(json.dumps(book.carried_marks(book.close("a", end - done), end - done, told))), end
+    return None
+
+
+@given(st.integers(0, 200), st.integers(1, 32), st.sets(st.integers(1, 639), max_size=6).map(sorted))
+def test_wherever_attempts_end_a_loop_is_proven_no_later_and_by_its_own_tokens(before, pattern, ends):
+    """An attempt's start is one more place from which a look may read, so it may be proven earlier than in one go."""
+    tokens = [1000 + at for at in range(before)] + [at % pattern for at in range(640 - before)]
+    log_probs = [-3.0] * before + [-0.0] * (640 - before)
+    whole = proven_at(tokens, log_probs, [])
+    assert whole is not None and before + RULE.min_span <= proven_at(tokens, log_probs, ends) <= whole
 
 
 def test_an_audited_loop_is_handed_back_and_an_exempted_one_is_not_looked_at():
