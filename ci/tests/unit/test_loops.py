@@ -163,7 +163,9 @@ def test_wherever_attempts_end_a_loop_is_proven_no_later_and_by_its_own_tokens(b
     tokens = [1000 + at for at in range(before)] + [at % pattern for at in range(640 - before)]
     log_probs = [-3.0] * before + [-0.0] * (640 - before)
     whole = proven_at(tokens, log_probs, [])
-    assert whole is not None and before + RULE.min_span <= proven_at(tokens, log_probs, ends) <= whole
+    first_look = math.ceil(before / RULE.check_interval) * RULE.check_interval
+    assert whole == math.ceil((first_look + RULE.min_span) / RULE.check_interval) * RULE.check_interval
+    assert before + RULE.min_span <= proven_at(tokens, log_probs, ends) <= whole
 
 
 def test_an_audited_loop_is_handed_back_and_an_exempted_one_is_not_looked_at():
