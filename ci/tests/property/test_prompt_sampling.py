@@ -173,6 +173,22 @@ def test_prompts_that_give_a_gradient_are_preferred():
     assert share["chosen"] > 0.65 and abs(share["uniform"] - 0.5) < 0.05
 
 
+def test_expected_takes_what_promises_most_and_thompson_what_a_draw_says():
+    """Equal means, so that a draw of the uncertain one beats the best expectation now and then."""
+    history = Counts({"0": (3.0, 6.0), "1": (300.0, 600.0), "2": (5000.0, 1.0)})
+    first = {choice: {sampler(3, seed, history, choice=choice, uniform=0.0, candidates=3).take(0) for seed in range(99)}
+             for choice in ("expected", "thompson")}
+    best = max(range(3), key=lambda number: expected_gain(*history.seen[str(number)]))
+    assert first == {"expected": {best}, "thompson": {0, 1}}
+
+
+def test_the_features_of_a_prompt_come_back_with_its_outcome_once():
+    mine = PromptSampler(config.Sampler(enable=True), Counts(), random.Random(0), 20, str, RESPONSES,
+                         lambda number: (number, 7))
+    number = mine.take(0)
+    assert mine.outcome(str(number), [True]) == (number, 7) and tuple(mine.outcome(str(number), [True])) == ()
+
+
 @pytest.mark.parametrize("alpha, beta", [(1.0, 1.0), (0.05, 0.3), (40.0, 10.0)])
 def test_the_expected_gain_is_what_a_simulation_gives(alpha, beta):
     rng, runs = random.Random(6), 40_000
