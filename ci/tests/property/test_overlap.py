@@ -196,16 +196,18 @@ def test_the_point_at_which_the_lines_of_the_law_hold_is_found_at_once(setting, 
     rollout, train, inflight, q = flow(setting, rates, LIMITS)
     begun = LIMITS.groups(setting) + LIMITS.in_process(setting)
     law = in_flight_of_the_law(setting, rates, train, min(setting.concurrency, begun))
-    assert inflight == pytest.approx(law, rel=0.12)  # in it R is that of w, not of f
+    assert inflight == pytest.approx(law, rel=0.2)  # near the limit: its R is that of w, f is down to 2**-0.25 of that
     a, b = rates.decode
     assert rollout == pytest.approx(LIMITS.groups(setting) * rates.group_tokens * (a / inflight + b) + rates.pause)
     assert train == pytest.approx(rates.train[0] + rates.train[1] * rates.group_tokens * setting.trigger + rates.sync)
     assert q == pytest.approx(stock * setting.trigger * min(1.0, train / rollout))
 
 
-@given(st.builds(LIMITS.within, st.just(128), st.floats(0, 8), st.integers(16, 24)), rates_of_loops)
-def test_far_below_its_limit_what_is_in_flight_is_exactly_the_laws(setting, rates):
-    _, train, inflight, _ = flow(setting, rates, replace(LIMITS, triggers_per_version=1))
+@given(settings_of_users, rates_of_loops, st.floats(0.5, 1.5))
+def test_what_the_bound_leaves_is_exactly_the_laws(setting, rates, stock):
+    """The limit c comes in last: what would be in flight without it."""
+    setting, rates = replace(setting, concurrency=128), replace(rates, stock=stock)
+    _, train, inflight, _ = flow(setting, rates, LIMITS)
     begun = LIMITS.groups(setting) + LIMITS.in_process(setting)
     found = in_flight_of_the_law(setting, rates, train, 1e9)  # w
     assert inflight == pytest.approx((min(128, begun)**-4 + found**-4) ** -0.25, rel=1e-6)
