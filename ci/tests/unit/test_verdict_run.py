@@ -280,3 +280,19 @@ def test_what_was_learned_outlives_a_restart(run, capsys):
     state, _ = asyncio.run(again())
     assert state["gate"]["outcomes"] == 0 and capsys.readouterr().err.startswith("esgrpo: prune-verdict: ")
 
+
+def test_a_server_that_hangs_keeps_no_looks_of_others(run):
+    async def scene():
+        driver, server, hangs = rollout_driver.Driver(0, BUDGET, Pool()), Server(), Server()
+
+        async def never(groups):
+            hangs.asked.append(groups)
+            await asyncio.Event().wait()
+
+        hangs.esgrpo_take_looks = SimpleNamespace(remote=never)
+        for name, replica in (("r", server), ("hangs", hangs)):
+            seat_of(driver, size=2).placed(name, replica)
+        await until(lambda: len(server.asked) > 3)
+        assert len(hangs.asked) == 1 and driver.decisions["advice/failed"] == 0
+
+    asyncio.run(scene())

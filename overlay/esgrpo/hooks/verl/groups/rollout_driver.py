@@ -127,19 +127,23 @@ class Driver:
             self._looks = asyncio.get_running_loop().create_task(self._ask_for_looks())
 
     async def _ask_for_looks(self) -> None:
-        """One message a replica, for all groups that it holds members of."""
+        """One message a replica, for all groups that it holds members of. The others do not wait for one that is late:
+        it is asked again when it has answered, or its deadline is over."""
+        asked: dict[object, asyncio.Task] = {}
         while self.runs.groups:
             await asyncio.sleep(ASK_EVERY_S)
-            try:
-                await asyncio.gather(*(self._look(replica, groups) for replica, groups in self.runs.places().items()))
-            except Exception as error:
-                self._say(error, "members run on without a verdict")
+            for replica, groups in self.runs.places().items():
+                if replica not in asked or asked[replica].done():
+                    asked[replica] = self._start(self._look(replica, groups))
 
     async def _look(self, replica, groups: list[str]) -> None:
-        for found in await self._call([replica], "esgrpo_take_looks", groups):
-            for group, looks in found.items():
-                self.on(rollout.Looked(group, {int(number): [Glance(*glance) for glance in glances]
-                                               for number, glances in looks.items()}))
+        try:
+            for found in await self._call([replica], "esgrpo_take_looks", groups):
+                for group, looks in found.items():
+                    self.on(rollout.Looked(group, {int(number): [Glance(*glance) for glance in glances]
+                                                   for number, glances in looks.items()}))
+        except Exception as error:
+            self._say(error, "members run on without a verdict")
 
     def _note(self) -> None:
         """A group is over: what was decided is recorded, if anything was."""
@@ -150,12 +154,16 @@ class Driver:
         answer = None
         for action in actions:
             if isinstance(action, ADVICE):
-                task = asyncio.get_running_loop().create_task(self._advise(action))
-                self._tasks.add(task)  # the loop keeps weak references only
-                task.add_done_callback(self._tasks.discard)
+                self._start(self._advise(action))
             else:
                 answer = action
         return answer
+
+    def _start(self, work) -> asyncio.Task:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop keeps weak references only
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _advise(self, action) -> None:
         try:
@@ -165,7 +173,6 @@ class Driver:
             self._say(error, f"the group goes on without it ({type(action).__name__})")
 
     def _say(self, error: Exception, consequence: str) -> None:
-
         self.decisions["advice/failed"] += 1
         if not self._said:
             self._said = True
