@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "overlay"))
 
 from ci.matrix import cells  # noqa: E402
-from esgrpo import compat, engine  # noqa: E402
+from esgrpo import compat, releases  # noqa: E402
 from esgrpo.errors import EsgrpoError  # noqa: E402
 from esgrpo.tools import drift, upstreams  # noqa: E402
 
@@ -99,7 +99,7 @@ def hooks(upstream: str, version: str, say) -> Newest:
 
 def ascend(version: str) -> Newest:
     """vllm-ascend beside the vLLM whose number it has: the classes driven, and which of them have another source."""
-    beside = engine.public_version(version).partition(".post")[0]
+    beside = releases.public(version).partition(".post")[0]
     row = compat.Tested("contract", "", {"vllm": beside, "vllm-ascend": version})
     outcome = cells.KINDS[cells.kind_of(row)].run(row)
     ok = outcome.state == cells.PASS

@@ -31,7 +31,7 @@ from packaging.requirements import Requirement  # noqa: E402
 
 from bench import docs  # noqa: E402
 from ci.matrix import cells  # noqa: E402
-from esgrpo import compat, engine, fingerprint, recorded  # noqa: E402
+from esgrpo import compat, engine, fingerprint, recorded, releases  # noqa: E402
 from esgrpo.errors import EsgrpoError  # noqa: E402
 from esgrpo.recorded import Recorded  # noqa: E402
 from esgrpo.tools import apply, drift, patchset, upstreams  # noqa: E402
@@ -53,11 +53,11 @@ def text_of(upstream: recorded.Upstream) -> str:
 
 
 def _rows(prefix: str, by_release: dict[str, str]) -> list[str]:
-    releases: dict[str, list[str]] = {}
+    by_fingerprint: dict[str, list[str]] = {}
     for release in sorted(by_release, key=recorded.order_of):
-        releases.setdefault(by_release[release], []).append(release)
+        by_fingerprint.setdefault(by_release[release], []).append(release)
     rows = []
-    for found, having in releases.items():
+    for found, having in by_fingerprint.items():
         row = f"{prefix}{found} = {_list(having)}"
         rows.append((row if len(row) <= WIDTH else f"{prefix}{found} = {_list(having, ',' + chr(10) + '    ')}") + "\n")
     return rows
@@ -277,7 +277,7 @@ def _record(options) -> int:
     for text in options.release:
         bare = not Requirement(text).specifier
         upstream, version = (text, "") if bare else drift.requirement(text)
-        wanted.setdefault(upstream, []).extend([engine.public_version(version)] if version else [])
+        wanted.setdefault(upstream, []).extend([releases.public(version)] if version else [])
     known = {hook.slug: hook.upstream for hook in (r.hook for r in engine.load_hooks().values()) if not hook.unguarded}
     for slug in (*options.accept, *options.cured):
         if known.get(slug) not in wanted:

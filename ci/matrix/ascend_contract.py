@@ -155,10 +155,10 @@ def main() -> int:
     os.environ["VLLM_PLUGINS"] = "none"  # vllm-ascend would register its platform, which needs the device
     sys.meta_path.append(_Stubs())
     torch.npu = importlib.import_module("torch_npu.npu")
-    from esgrpo import engine
+    from esgrpo import engine, releases
 
     engine.boot()
-    report = Report(vllm=engine.upstream_version("vllm"), ascend=metadata.version("vllm-ascend"))
+    report = Report(vllm=releases.installed("vllm"), ascend=metadata.version("vllm-ascend"))
     report.run("both", hooks_are_applied)
     if _exists(RELIED_ON):
         importlib.import_module(PLATFORM_PATCHES)  # as its platform does when vLLM registers it, before any scheduler

@@ -122,10 +122,10 @@ def check_class(report: Report, scheduler: str, new: Factory) -> None:
 
 
 def main() -> int:
-    from esgrpo import engine
+    from esgrpo import engine, releases
 
     engine.boot()
-    report = Report(vllm=engine.upstream_version("vllm"))
+    report = Report(vllm=releases.installed("vllm"))
     report.run("both", hooks_are_applied)
     for asynchronous, scheduler in enumerate(("sync", "async")):
         check_class(report, scheduler, Factory(

@@ -75,7 +75,7 @@ def _every_feature() -> frozenset[str]:
 
 def _static_states() -> list[dict]:
     """What would happen here, from the sources on disk; imports no upstream. A drift shows whatever is on."""
-    from esgrpo import engine
+    from esgrpo import engine, releases
 
     every = _every_feature()
     rows = []
@@ -89,7 +89,7 @@ def _static_states() -> list[dict]:
         if state is engine.State.PENDING:
             detail = f"{hook.module} is not imported yet; " + (hook.unguarded or f"tested with the source of {detail}")
         rows.append({"slug": hook.slug, "state": state.value, "upstream": hook.upstream,
-                     "version": engine.upstream_version(hook.upstream) or "", "target": hook.target, "found": found,
+                     "version": releases.installed(hook.upstream) or "", "target": hook.target, "found": found,
                      "reason": detail, "process": list(hook.process), "why": hook.why, "remove_when": hook.remove_when})
     return rows
 

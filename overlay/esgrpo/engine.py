@@ -17,9 +17,8 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 
-from esgrpo import __version__, fingerprint, recorded
+from esgrpo import __version__, fingerprint, recorded, releases
 from esgrpo.algo.terms import Feature, Process
 from esgrpo.call import wrapped
 from esgrpo.errors import HookError, plain, say
@@ -128,41 +127,6 @@ def active_features() -> frozenset[str]:
     return frozenset(features)
 
 
-_versions: dict[tuple[str, ...], str] = {}  # (upstream, where it was looked for) -> version
-
-
-def upstream_version(upstream: str) -> str | None:
-    """Version from dist metadata or from a source checkout's version file; None when not installed.
-
-    Every hook asks. What was found holds as long as sys.path does; what was not is looked for again.
-    """
-    key = (upstream, *sys.path)
-    if key not in _versions:
-        version = _read_version(upstream)
-        if version is None:
-            return None
-        _versions[key] = version
-    return _versions[key]
-
-
-def _read_version(upstream: str) -> str | None:
-    for name in (upstream, f"{upstream}-cpu"):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if version:  # None where a half-deleted installation left metadata without one
-            return version.partition("+")[0]
-    init = fingerprint.source_file(upstream)
-    if init is None:
-        return None
-    version_file = os.path.join(os.path.dirname(init), "version", "version")
-    if os.path.exists(version_file):
-        with open(version_file, encoding="utf-8") as file:
-            return file.read().strip()
-    return "unknown"
-
-
 def load_hooks() -> dict[str, Record]:
     """Import every hook file (no upstream is imported) and return the registry."""
     if not _records:
@@ -224,35 +188,14 @@ def _copies_of(name: str) -> list:
     return [module for module in (sys.modules.get(name), alias) if module is not None]
 
 
-def public_version(version: str) -> str:
-    """Without dev, pre and local parts: a checkout of the tag v0.7.0 calls itself 0.7.0.dev0."""
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return Version(version).base_version
-    except InvalidVersion:
-        return version
-
-
-def _in_release(table: tuple, version: str) -> list:
-    """What a table of (specifier, value) says of this release."""
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion
-
-    try:
-        return [value for specifier, value in table if SpecifierSet(specifier).contains(public_version(version))]
-    except InvalidVersion:  # a checkout that does not know its version: the fingerprint decides alone
-        return []
-
-
 def has_no_place(hook: Hook, version: str) -> str:
     """Why the hook has nothing to do in this release; empty when it has."""
-    return next(iter(_in_release(hook.without, version)), "")
+    return next(iter(releases.values_of(hook.without, version)), "")
 
 
 def presumed_patches(hook: Hook, version: str) -> list[str]:
     """Slugs of the git patches without which the hook's source is not in this release."""
-    return [slug for slugs in _in_release(hook.patches, version) for slug in slugs]
+    return [slug for slugs in releases.values_of(hook.patches, version) for slug in slugs]
 
 
 def check(hook: Hook, search: list[str] | None = None,
@@ -267,7 +210,7 @@ def check(hook: Hook, search: list[str] | None = None,
     if hook.features and not (active_features() if features is None else features).intersection(hook.features):
         return State.NOT_NEEDED, f"feature {'|'.join(hook.features)} is off", ""
     upstream = hook.upstream
-    version = "" if upstream == "python" else upstream_version(upstream)
+    version = "" if upstream == "python" else releases.installed(upstream)
     if version is None:
         return State.ABSENT, f"{upstream} is not installed", ""
     if hook.unguarded:
@@ -408,8 +351,8 @@ def states(process: str, instance=None) -> list[dict]:
         if state is State.PENDING and process not in hook.process:
             state, detail = State.NOT_NEEDED, f"not used in a {process}"
         rows.append({"slug": hook.slug, "state": state.value, "detail": detail, "target": hook.target,
-                     "upstream": hook.upstream, "version": upstream_version(hook.upstream) or "", "found": record.found,
-                     "needed": process in hook.process})
+                     "upstream": hook.upstream, "version": releases.installed(hook.upstream) or "",
+                     "found": record.found, "needed": process in hook.process})
     return rows
 
 

@@ -18,13 +18,13 @@ FEATURES = "observe,segment"
 def child(root, forked_python, tmp_path_factory):
     from importlib import metadata
 
-    from esgrpo import engine
+    from esgrpo import releases
 
     named = tmp_path_factory.mktemp("named")  # verl asks for the distribution "vllm", which the CPU wheel is not
     if "vllm" not in {found.metadata["Name"] for found in metadata.distributions()}:
         (named / "vllm.dist-info").mkdir()
         (named / "vllm.dist-info" / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: vllm\nVersion: {engine.upstream_version('vllm')}+cpu\n")
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {releases.installed('vllm')}+cpu\n")
 
     def run(*arguments, path=(), **variables):
         done = forked_python(root / CHILD, *arguments, path=(*path, root, named), **variables)

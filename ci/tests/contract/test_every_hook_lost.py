@@ -11,7 +11,7 @@ import json
 import pytest
 
 from ci.tests.contract.test_driver_start import BASE, ENVIRONMENT, LOSS, SEGMENT
-from esgrpo import engine
+from esgrpo import engine, releases
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
@@ -42,10 +42,10 @@ import ray, verl
 import verl.utils.device as device
 import verl.trainer.main_ppo as v1
 import verl.experimental.fully_async_policy.fully_async_main as fully_async
-from esgrpo import engine, fingerprint, guard, recorded
+from esgrpo import engine, fingerprint, guard, recorded, releases
 
 # nothing on disk changes here
-engine.upstream_version = functools.cache(engine.upstream_version)
+releases.installed = functools.cache(releases.installed)
 fingerprint.of_targets = functools.cache(fingerprint.of_targets)
 OmegaConf.load = functools.cache(OmegaConf.load)
 
@@ -148,7 +148,7 @@ def asked_by(slug: str) -> list[str]:
     hook = hook_of(slug)
     return [kind for kind in processes if not processes[kind].isdisjoint(hook.process)
             and (not hook.features or not FEATURES[kind].isdisjoint(hook.features)) and not engine.has_no_place(
-                hook, engine.upstream_version(hook.upstream) or "0")]
+                hook, releases.installed(hook.upstream) or "0")]
 
 
 def starts_for(slug: str) -> list[str]:
@@ -167,7 +167,7 @@ def test_a_whole_overlay_starts(answers):
 def test_a_lost_hook_is_refused_in_one_line_or_not_needed(answers, slug, mode):
     answer = answers[f"{slug} {mode}"]
     ends = {kind: answer[kind]["end"] for kind in starts_for(slug)}
-    reason = engine.has_no_place(hook_of(slug), engine.upstream_version(hook_of(slug).upstream) or "0")
+    reason = engine.has_no_place(hook_of(slug), releases.installed(hook_of(slug).upstream) or "0")
     without_source = mode == "drifted" and hook_of(slug).unguarded  # presumes no source: only read back
     if reason or slug in NOT_ASKED or without_source:
         assert set(ends.values()) == {"started"}

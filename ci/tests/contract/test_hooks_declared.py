@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ci import record_hooks
-from esgrpo import engine, fingerprint, hooks, recorded
+from esgrpo import engine, fingerprint, hooks, recorded, releases
 from esgrpo.algo.terms import Feature, Process
 from esgrpo.call import wrapped
 from esgrpo.errors import HookError
@@ -158,7 +158,7 @@ def test_a_replacement_is_a_plain_function_that_keeps_its_original(code):
 
 def drift(hook, known: recorded.Recorded) -> list[str]:
     """Differences between the installed upstream and what was tested, one line each."""
-    version = engine.upstream_version(hook.upstream)
+    version = releases.installed(hook.upstream)
     if hook.unguarded or not version or engine.has_no_place(hook, version):
         return []
     cured = {f for v, f in known.cured.items() if v == version}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ci.tests.contract import patch_tree, patched
-from esgrpo import engine, fingerprint, recorded
+from esgrpo import engine, fingerprint, recorded, releases
 from esgrpo.tools import apply, patchset
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,7 +54,7 @@ def test_hook_and_patch_are_never_both_applied(version, tmp_path, monkeypatch):
     monkeypatch.delenv("ESGRPO_DISABLE", raising=False)
     names = {name for record in engine.load_hooks().values() for name in record.hook.features} - {"cpu", "npu"}
     monkeypatch.setenv("ESGRPO_FEATURES", ",".join(names))
-    monkeypatch.setattr(engine, "upstream_version", lambda upstream: version)
+    monkeypatch.setattr(releases, "installed", lambda upstream: version)
     tree = patch_tree.tree(version, tmp_path, whole=True)
     hooks = [record.hook for record in engine.load_hooks().values()
              if record.hook.module.startswith("verl.") and covered(record.hook, version)

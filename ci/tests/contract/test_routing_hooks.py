@@ -16,13 +16,13 @@ ON = {"enable": True, "history": {"enable": True}}
 
 @pytest.fixture(scope="module")
 def child(root, forked_python, overlay, tmp_path_factory):
-    from esgrpo import engine
+    from esgrpo import releases
 
     named = tmp_path_factory.mktemp("named")  # verl asks for the distribution "vllm", which the CPU wheel is not
     if "vllm" not in {found.metadata["Name"] for found in metadata.distributions()}:
         (named / "vllm.dist-info").mkdir()
         (named / "vllm.dist-info" / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: vllm\nVersion: {engine.upstream_version('vllm')}+cpu\n")
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {releases.installed('vllm')}+cpu\n")
 
     def run(features: str, **sections):
         run_dir = tmp_path_factory.mktemp("run")

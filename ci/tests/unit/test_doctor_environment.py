@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from esgrpo import cli, engine
+from esgrpo import cli, engine, releases
 from esgrpo.tools import language
 from esgrpo.tools.doctor import checks, environment
 from esgrpo.tools.doctor.environment import Devices, Host, Ran
@@ -322,7 +322,7 @@ def test_broken_metadata(tmp_path, monkeypatch):
     (tmp_path / "ray-2.60.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert environment._version("ray") == "" and environment._version("no-such-distribution") is None
-    assert engine.upstream_version("ray") in ("unknown", None)  # by its files, where it has any
+    assert releases.installed("ray") in ("unknown", None)  # by its files, where it has any
 
 
 def test_the_real_host(run_python, overlay):

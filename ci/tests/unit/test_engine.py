@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ci.tests.unit.engine_scene import HELPERS, IMPORT, RESULT, UPSTREAM
-from esgrpo import engine
+from esgrpo import engine, releases
 
 
 def test_pending_until_the_target_is_imported(script):
@@ -249,12 +249,12 @@ def test_the_version_of_an_upstream_is_read_once_for_a_path(tmp_path, monkeypatc
             f"Metadata-Version: 2.1\nName: upstream-of-a-test\nVersion: {version}+cpu\n")
         return tmp_path / folder
 
-    reads, read = [], engine.metadata.version
-    monkeypatch.setattr(engine.metadata, "version", lambda name: reads.append(name) or read(name))
+    reads, read = [], releases.metadata.version
+    monkeypatch.setattr(releases.metadata, "version", lambda name: reads.append(name) or read(name))
     name = "upstream-of-a-test"
-    assert engine.upstream_version(name) is None and engine.upstream_version(name) is None
+    assert releases.installed(name) is None and releases.installed(name) is None
     assert len(reads) == 4  # it may come: both names are asked for each time
     monkeypatch.syspath_prepend(made("old", "1.0"))
-    assert [engine.upstream_version(name) for _ in range(3)] == ["1.0"] * 3 and len(reads) == 5
+    assert [releases.installed(name) for _ in range(3)] == ["1.0"] * 3 and len(reads) == 5
     monkeypatch.syspath_prepend(made("new", "2.0"))
-    assert engine.upstream_version(name) == "2.0" and len(reads) == 6
+    assert releases.installed(name) == "2.0" and len(reads) == 6

@@ -4,7 +4,7 @@
 import pytest
 
 from ci.tests.unit.engine_scene import IMPORT, RESULT, UPSTREAM
-from esgrpo import engine
+from esgrpo import engine, releases
 
 
 @pytest.mark.parametrize("tested, state, said", [
@@ -34,7 +34,7 @@ def test_a_hook_has_no_place_in_some_releases(script, without, state):
 def test_a_checkout_of_a_tag_is_that_release(version, public):
     """verl's tag v0.7.0 calls itself 0.7.0.dev, which a specifier would put before 0.7.0."""
     hook = engine.Hook("a", "up:f", (), "wrap", "", "", without=(("==0.7.0", "reason"),))
-    assert engine.public_version(version) == public
+    assert releases.public(version) == public
     assert engine.has_no_place(hook, version) == ("reason" if public == "0.7.0" else "")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from esgrpo import compat, engine, fingerprint, recorded
+from esgrpo import compat, engine, fingerprint, recorded, releases
 from esgrpo.errors import EsgrpoError, say, show
 from esgrpo.tools import language, upstreams
 
@@ -295,7 +295,7 @@ def _ascend_summary(version: str, reference: str, verdicts: list[Verdict]) -> st
     classes = [v for v in verdicts if ":" in v.slug]
     changed = sum(v.state in (CHANGED, GONE) for v in classes)
     return said("ascend_work" if changed else "ascend_fine", release=f"{ASCEND} {version}", reference=reference,
-                count=len(classes), changed=changed, version=version, vllm=engine.public_version(version))
+                count=len(classes), changed=changed, version=version, vllm=releases.public(version))
 
 
 def main(requirements: list[str]) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from esgrpo import compat
-from esgrpo.engine import State, public_version
+from esgrpo import compat, releases
+from esgrpo.engine import State
 from esgrpo.tools import language
 from esgrpo.tools.doctor.environment import Devices, Environment
 
@@ -53,8 +53,8 @@ def fits(found: str, wanted: str) -> bool:
     from packaging.specifiers import SpecifierSet
 
     if wanted[:1].isdigit():
-        return public_version(found) == public_version(wanted)
-    return SpecifierSet(wanted).contains(public_version(found), prereleases=True)
+        return releases.public(found) == releases.public(wanted)
+    return SpecifierSet(wanted).contains(releases.public(found), prereleases=True)
 
 
 def nearest_stack(versions: dict[str, str], documented: list[dict]) -> dict:
@@ -117,9 +117,9 @@ def ascend_stack(env: Environment) -> Iterator[Finding]:
             yield Finding(name, ERROR, _say("stack-lacks", name=stack["name"], wanted=wanted),
                           _install(name, wanted, stack))
     for one, other in (("torch-npu", "torch"), ("vllm-ascend", "vllm")):
-        if one in have and other in have and public_version(have[one]) != public_version(have[other]):
+        if one in have and other in have and releases.public(have[one]) != releases.public(have[other]):
             yield Finding(f"{one} / {other}", ERROR, _say("pair-differs", one=have[one], other=have[other]),
-                          _say("pair-install", other=other, version=public_version(have[one])))
+                          _say("pair-install", other=other, version=releases.public(have[one])))
 
 
 def _install(name: str, wanted: str, stack: dict) -> str:

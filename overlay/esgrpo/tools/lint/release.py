@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from importlib import metadata, util
 from pathlib import Path
 
-from esgrpo import compat, engine
+from esgrpo import compat
 from esgrpo.errors import EsgrpoError, say
+from esgrpo.releases import public
 from esgrpo.tools import upstreams
 
 HYDRA_MAIN = re.compile(r"@hydra\.main\(\s*config_path=[\"']([^\"']*)[\"'],\s*config_name=[\"']([^\"']*)[\"']")
@@ -175,7 +176,7 @@ def installed() -> Release | None:
         return None
     root = Path(next(iter(spec.submodule_search_locations))).parent
     try:
-        return Release(engine.public_version(metadata.version("verl")), root, "judged_installed")
+        return Release(public(metadata.version("verl")), root, "judged_installed")
     except metadata.PackageNotFoundError:
         return replace(checkout(root), why="judged_installed")
 
@@ -186,7 +187,7 @@ def checkout(root: Path) -> Release:
     if not version.is_file():
         raise EsgrpoError("lint", str(root), "a directory with the package verl", "nothing to check against",
                           "give a release (0.9.1) or the root of a checkout")
-    return Release(engine.public_version(version.read_text(encoding="utf-8").strip()), root.resolve())
+    return Release(public(version.read_text(encoding="utf-8").strip()), root.resolve())
 
 
 def required_by(file: Path) -> str:

@@ -77,10 +77,10 @@ def save(samples, folder: str) -> None:
     """A failed write costs time after a restart, not the checkpoint. Those of checkpoints without weights go."""
     import torch
 
-    from esgrpo import engine
+    from esgrpo import releases
 
     path = os.path.join(folder, FILE)
-    content = {"format": FORMAT, "verl": engine.upstream_version("verl"),
+    content = {"format": FORMAT, "verl": releases.installed("verl"),
                "samples": [(bytes(sample), sample.name, sample.version) for sample in samples]}
     try:
         torch.save(content, path + ".new")
@@ -105,10 +105,10 @@ def load(folder: str) -> list:
     """As saved; none when the checkpoint has none, or one that this verl may not understand, which is said."""
     import torch
 
-    from esgrpo import engine
+    from esgrpo import releases
     from esgrpo.algo.experience import SentSample
 
-    path, verl = os.path.join(folder, FILE), engine.upstream_version("verl")
+    path, verl = os.path.join(folder, FILE), releases.installed("verl")
     if not os.path.exists(path):
         return []
     try:

@@ -191,10 +191,10 @@ def _mastered(segment, log_prob, response_mask):
 
 def _check_legacy_actors() -> None:
     """Without the patch, the legacy actors of 0.7.0 would call the losses without what they are computed from."""
-    from esgrpo import engine, fingerprint
+    from esgrpo import fingerprint, releases
     from esgrpo.errors import HookError
 
-    if engine.public_version(engine.upstream_version("verl") or "") != LEGACY_RELEASE:
+    if releases.public(releases.installed("verl") or "") != LEGACY_RELEASE:
         return
     found, missing = fingerprint.of_targets(LEGACY_ACTORS)
     if found != LEGACY_PATCHED:
