@@ -1,9 +1,17 @@
 """Groups without a gradient: which of them give their place to another prompt."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esgrpo.algo.null_groups import MOST_BATCHES, NullFilter
+from esgrpo.algo.null_groups import (
+    MOST_BATCHES,
+    NullFilter,
+    a_batch_can_wait,
+    alike_is_null,
+    costs_rollout,
+    spare_share,
+)
 from esgrpo.algo.terms import NullGroups
 
 GROUPS = st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=300)  # all alike, waiting for the trainer
@@ -25,7 +33,8 @@ def test_only_groups_without_a_gradient_are_left_out_and_never_too_many_in_a_row
         for (alike, waiting), left_out in zip(groups, played(mode, groups, batch), strict=True):
             assert not left_out or alike and mode != NullGroups.TRAIN
             assert not left_out or mode == NullGroups.REPLACE or waiting >= batch
-            assert left_out or not alike or mode != NullGroups.REPLACE or in_a_row == MOST_BATCHES * batch
+            wanted = mode == NullGroups.REPLACE or mode == NullGroups.SPARE and waiting >= batch
+            assert left_out or not alike or not wanted or in_a_row == MOST_BATCHES * batch
             in_a_row = in_a_row + 1 if left_out else 0
             assert in_a_row <= MOST_BATCHES * batch
 
@@ -34,3 +43,34 @@ def test_only_groups_without_a_gradient_are_left_out_and_never_too_many_in_a_row
 def test_a_loop_in_which_nothing_waits_is_left_as_it_is(groups, batch):
     starved = [(alike, min(waiting, batch - 1)) for alike, waiting in groups]
     assert not any(played(NullGroups.SPARE, starved, batch))
+
+
+def test_ten_batches_of_groups_alike_are_left_out_then_one_group_is_trained():
+    assert played(NullGroups.REPLACE, [(True, 0)] * 42, batch=2) == ([True] * 20 + [False]) * 2
+    assert played(NullGroups.REPLACE, [(True, 0)] * 11, batch=0) == [True] * 10 + [False]  # before a batch is known
+
+
+@pytest.mark.parametrize("estimator, kl_in_reward, null", [
+    ("grpo", False, True), ("grpo_segment", False, True), ("rloo", False, True),
+    ("grpo", True, False),  # no two responses have the same KL term
+    ("gae", False, False), ("reinforce_plus_plus", False, False), ("gae", True, False)])
+def test_rewards_alike_are_null_where_only_the_group_is_compared(estimator, kl_in_reward, null):
+    assert alike_is_null(estimator, kl_in_reward) is null
+
+
+@pytest.mark.parametrize("mode, foreseen, costs", [
+    (NullGroups.SPARE, False, False), (NullGroups.SPARE, True, True), (NullGroups.TRAIN, False, False),
+    (NullGroups.REPLACE, False, True), (NullGroups.REPLACE, True, True)])
+def test_who_waits_for_another_prompt(mode, foreseen, costs):
+    assert costs_rollout(mode, foreseen) is costs
+
+
+def test_the_share_that_spare_may_leave_out():
+    assert spare_share(NullGroups.SPARE, 3, 12) == 0.25 and spare_share(NullGroups.SPARE, 0, 12) == 0.0
+    assert spare_share(NullGroups.SPARE, 0, 0) is None and spare_share(NullGroups.REPLACE, 3, 12) is None
+
+
+@pytest.mark.parametrize("staleness, batches, waits", [
+    (0.0, 1, False), (0.0, 2, True), (0.5, 1, False), (0.9, 1, False), (1.0, 1, True), (0.1, 2, True)])
+def test_a_batch_waits_where_two_are_allowed(staleness, batches, waits):
+    assert a_batch_can_wait(staleness, batches) is waits
