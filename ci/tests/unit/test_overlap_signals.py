@@ -15,13 +15,17 @@ from esgrpo.algo.overlap_signals import (
     decoding,
     limits_of,
     measured,
+    more_ahead,
+    most_ahead,
     pause,
     start_of,
+    threshold_for,
     to_begin,
     validation,
     window,
 )
 
+START = Setting(32, 0.5, 8)
 RUN = Run(mini_batch=8, triggers_per_version=2, replicas=2, capacity=64, max_staleness=4.0, max_batches=4)
 ROLLOUT = Rollout(concurrency=32, left=1000, seconds=10.0, in_flight=20.0, tokens=5000, step_s=0.02,
                   decode_level=0.8, pause_s=0.5, surprisal=0.9)
@@ -72,8 +76,9 @@ def test_a_validation_is_no_weight_sync_and_no_rate_of_rollout():
     after = window(8, ROLLOUT, [step()], 8, validation(steps))
     assert (after.seconds, after.tokens, after.in_flight, after.step_s, after.null_share) == (None,) * 5
     assert after.train_s == 3.0 and after.trained_tokens == 800
-    # nor does what follows verl's timer in every step
-    assert window(8, ROLLOUT, [step()], 8, 1.4) == window(8, ROLLOUT, [step()], 8)
+    # but not what follows verl's timer in every step
+    whole = window(8, ROLLOUT, [step()], 8)
+    assert window(8, ROLLOUT, [step()], 8, 2.0) == whole != window(8, ROLLOUT, [step()], 8, 2.1)
 
 
 def test_tokens_of_groups_that_nobody_trains_are_not_rollouts():
@@ -93,6 +98,8 @@ def test_what_was_not_measured_stays_open():
     assert window(3, None, [], 8) == Window(version=3)
     found = window(3, None, [step(tokens=0, age=None)], 8)
     assert (found.group_tokens, found.trained_tokens, found.age, found.train_s) == (None, None, None, 3.0)
+    aged = window(3, None, [step(age=4.0), step(tokens=None, age=9.0), step(age=None)], 8)
+    assert (aged.age, aged.trained_tokens) == (4.0 * 3 + 1.0, 1600)  # of the tokens whose age is known
     assert pause([]) is None and pause([{"sync": 3.0, "capacity": 0}]) is None
     assert pause([{"sync": 3.0, "capacity": 2}, {"sync": 1.0, "capacity": 2}]) == 1.0
 
@@ -108,11 +115,32 @@ def test_a_response_that_comes_back_late_is_part_of_the_syncs_pause():
 @pytest.mark.parametrize("trigger, left, after", [
     (32, 64, 32), (32, 63, 24), (32, 32, 16), (32, 15, 8), (32, 0, 8), (8, 3, 8), (16, 31, 8)])
 def test_at_the_end_of_the_data_no_finished_group_is_left_in_a_batch_that_is_never_full(trigger, left, after):
-    start = Setting(32, 0.5, 8)
     setting = Setting(48, 1.0, trigger)
-    found = at_the_end(setting, start, limits_of(RUN, start), left)
+    found = at_the_end(setting, START, limits_of(RUN, START), left)
     assert found == Setting(48, 1.0, after)
     assert found.trigger == setting.trigger or found.trigger * RUN.triggers_per_version <= max(left, 16)
+
+
+def test_a_trigger_that_was_not_raised_is_the_users_to_the_end():
+    start = Setting(32, 0.5, 16)
+    assert at_the_end(start, start, limits_of(RUN, start), left=20) == start
+
+
+@pytest.mark.parametrize("wanted, threshold, start, found", [
+    (6.0, None, 1.0, 6.0), (6.0, 8, 1.0, 6.0), (6.0, 5, 1.0, 3.0), (6.0, 2, 1.0, 1.0)])
+def test_a_threshold_that_stays_bounds_the_staleness_but_never_below_the_users(wanted, threshold, start, found):
+    assert most_ahead(wanted, threshold, start) == found
+
+
+@pytest.mark.parametrize("staleness, found", [(1.0, 4), (1.2, 5), (3.0, 6), (0.0, 4)])
+def test_a_threshold_goes_along_in_whole_versions_and_never_below_the_users(staleness, found):
+    assert threshold_for(4, 0.5, staleness) == found  # the user's 4 left room for 3 more than its 0.5, rounded up
+
+
+def test_groups_ahead_are_those_of_the_settings():
+    limits = limits_of(RUN, START)
+    assert more_ahead(Setting(32, 0.0, 8), Setting(32, 0.5, 8), limits) == 8
+    assert more_ahead(Setting(32, 0.5, 8), Setting(64, 0.25, 8), limits) == -4
 
 
 def test_groups_in_the_engines_are_those_of_the_responses_that_decode():
