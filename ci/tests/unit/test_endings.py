@@ -51,6 +51,14 @@ def test_a_dead_actor_is_named(kind, name, words):
         assert said.startswith(words) and said.endswith("connection error code 2"), said
 
 
+@pytest.mark.parametrize("detail, words", [
+    ("It was killed by `ray.kill`. More.", "was killed by `ray.kill`"),
+    ("The node was out of memory. More.", "out of memory"),
+    ("Nobody knows.", "")])
+def test_why_an_actor_died_where_ray_gives_no_exit_detail(detail, words):
+    assert str(ending(dead_actor("FullyAsyncTrainer", detail=detail))).partition(" died")[2].removeprefix(": ") == words
+
+
 def test_a_dead_engine_is_that_of_its_replica():
     class EngineDeadError(Exception):
         """As vLLM's, by name."""
@@ -84,7 +92,7 @@ def test_advice_names_the_checkpoint_or_says_that_there_is_none():
     assert "trainer.resume_from_path=/c/global_step_3" in advice("/c/global_step_3", "/c", "n1", "disable", 2)
     none = advice(None, "/c", "n1", "auto", -1)
     assert none.startswith("nothing to resume from: /c holds no checkpoint on n1") and "trainer.save_freq=N" in none
-    assert "trainer.save_freq=5 had not come round" in advice(None, "/c", "n1", "auto", 5)
+    assert "trainer.save_freq=1 had not come round" in advice(None, "/c", "n1", "auto", 1)
 
 
 def test_the_latest_whole_checkpoint(tmp_path):

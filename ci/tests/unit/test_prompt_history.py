@@ -264,6 +264,15 @@ def test_calibration_counts_rows_and_prompts():
     assert measured.metrics() == {"coverage": 1, "known_rate": 1}
 
 
+def test_a_rank_correlation_takes_eight_prompts_with_a_forecast_and_is_that_of_their_mean_lengths():
+    measured = Calibration()
+    for number in range(1, 9):
+        assert "rank_correlation" not in measured.metrics()
+        lengths = [number] * (9 - number)  # their sums rise and fall
+        measured.add({"tokens": number, "low": 0, "high": 99, "known": True}, lengths, [False] * len(lengths))
+    assert measured.metrics()["rank_correlation"] == pytest.approx(1)
+
+
 # ---- size and state
 
 def test_the_least_recently_observed_goes_first():

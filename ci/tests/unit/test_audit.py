@@ -1,0 +1,66 @@
+"""The audit at its edges: who may be pruned at all, how much evidence that takes, and how its scale moves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from esgrpo import config
+from esgrpo.algo.audit import CAP, COIN, RELAX, SMALLEST_SCALE, TOO_FEW, WARM_UP, Audit, Candidate
+
+RULE = "hopeless"
+NEEDED = 20
+SETTINGS = config.Audit(enable=True, exempt_prob=0.25, window=100, min_candidates=NEEDED, max_false_rate=0.3,
+                        max_fraction=0.5)
+
+
+def informed(outcomes: int = NEEDED, false: int = 0, score: float = 0.1) -> Audit:
+    audit = Audit(SETTINGS, random.Random(1))
+    for number in range(outcomes):
+        audit.learn(RULE, score, number < false)
+    return audit
+
+
+def candidate(**facts) -> Candidate:
+    return Candidate(**{"group": "g", "member": 0, "rule": RULE, "size": 8, "pruned": 0, "others": 4, "score": 0.1,
+                        **facts})
+
+
+@pytest.mark.parametrize("facts, answer", [
+    ({}, (0.25, COIN)),
+    ({"others": 2}, (0.25, COIN)), ({"others": 1}, (1.0, TOO_FEW)),
+    ({"pruned": 3}, (0.25, COIN)), ({"pruned": 4}, (1.0, CAP)),
+    # what is proven and trained costs no sibling; what is only one of both does
+    ({"others": 0, "pruned": 7, "proven": True, "trained": True}, (0.25, COIN)),
+    ({"pruned": 4, "proven": True}, (1.0, CAP)), ({"others": 1, "trained": True}, (1.0, TOO_FEW))])
+def test_who_may_be_pruned(facts, answer):
+    assert informed().keep_probability(candidate(**facts)) == answer
+
+
+def test_a_forecast_waits_for_its_evidence_and_a_proof_for_evidence_against_it():
+    proven = candidate(proven=True)
+    assert informed(NEEDED - 1).keep_probability(candidate()) == (1.0, WARM_UP)
+    assert informed(NEEDED).keep_probability(candidate()) == (0.25, COIN)
+    assert informed(0).keep_probability(proven) == (0.25, COIN)
+    assert informed(6, false=2).keep_probability(proven) == (0.25, COIN)  # 0.33 of 6: the lower bound is below 0.3
+    assert informed(6, false=5).keep_probability(proven) == (1.0, WARM_UP)
+
+
+def test_a_scale_that_was_relaxed_into_bad_evidence_prunes_nobody():
+    audit = informed(NEEDED, false=NEEDED, score=0.9)
+    assert audit.scale(RULE) == 0.5 and audit.evidence(RULE) == (0, 0)  # one step leaves too little to judge
+    for _ in range(NEEDED):
+        audit.learn(RULE, 0.2, False)
+    assert audit.keep_probability(candidate()) == (0.25, COIN)
+    audit.passed_by(RULE)
+    assert audit.scale(RULE) == 0.5 * RELAX
+    for _ in range(100):
+        audit.passed_by(RULE)
+    assert audit.scale(RULE) == 1.0 and audit.evidence(RULE) == (NEEDED, 2 * NEEDED)
+    assert audit.keep_probability(candidate()) == (1.0, WARM_UP)
+
+
+def test_tightening_ends():
+    audit = informed(NEEDED, false=NEEDED, score=0.0)
+    assert audit.scale(RULE) == SMALLEST_SCALE and audit.keep_probability(candidate(score=0.0)) == (1.0, WARM_UP)
