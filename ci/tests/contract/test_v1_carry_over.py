@@ -288,16 +288,6 @@ def test_without_the_hook_verl_goes_on(monkeypatch, queue, tmp_path):
     assert rounds(monkeypatch, queue, tmp_path, hooked=False) > LONG
 
 
-def test_a_group_that_ends_well_starts_the_count_anew():
-    from esgrpo.algo.failures import FailureStreak
-
-    streak = FailureStreak(3)
-    assert not streak.observe({"a", "b"}, ())
-    assert not streak.observe({"c"}, {"good"})
-    assert not streak.observe({"d"}, {"good"})
-    assert streak.in_a_row == 2 and streak.observe({"e"}, {"good"}) and not streak.observe((), {"good", "other"})
-
-
 def told_failed(queue, name: str, error, monkeypatch) -> None:
     """What a session says that raised, and then verl."""
     import asyncio

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from esgrpo.algo.carry_over import EMPTY, ENDINGS, FAILED, STALE, CarryOver, CarryOverError, Waiting
+from esgrpo.algo.carry_over import (
+    EMPTY,
+    ENDED_KEPT,
+    ENDINGS,
+    FAILED,
+    STALE,
+    CarryOver,
+    CarryOverError,
+    Waiting,
+    remember,
+)
 
 RUNNING, DONE = "running", "done"
 
@@ -150,5 +160,16 @@ def test_a_group_that_did_not_come_back_after_a_restart_is_counted():
 def test_order_and_bound_are_counted():
     machine = pool(a=1)
     assert machine.settle(2, {"b": 2}, {"a": Waiting(1, True)}).early == 1 and machine.oddities["early"] == ["b"]
+    assert pool(a=1).settle(2, {"b": 2}, {"a": Waiting(1, True), "c": Waiting(2, True)}).early == 1
     assert pool(a=1).settle(2, {"b": 2}, {"a": Waiting(1, False)}).early == 0  # unfinished: it cannot be trained yet
     assert pool(a=1).settle(3, {"a": 1}, {}).overdue == 1
+
+
+def test_the_oldest_endings_are_forgotten():
+    known = {}
+    for number in range(ENDED_KEPT):
+        known[str(number)] = None
+    remember(known, {})
+    assert len(known) == ENDED_KEPT
+    remember(known, {"a": None, "b": None})
+    assert len(known) == ENDED_KEPT and "1" not in known and "2" in known and "b" in known

@@ -2,7 +2,7 @@
 
 import pytest
 
-from esgrpo.algo.failures import Failed, FailedPrompts, brief, first_of, is_of_one_prompt
+from esgrpo.algo.failures import Failed, FailedPrompts, FailureStreak, brief, first_of, is_of_one_prompt
 from esgrpo.errors import HookError
 
 
@@ -63,3 +63,21 @@ def test_an_error_is_found_as_it_was_raised_however_deep_ray_has_wrapped_it():
     outer.__cause__ = Shipped(Shipped(ours))
     assert first_of(outer, HookError) is ours and first_of(Shipped(ours), HookError) is ours
     assert first_of(outer, KeyError) is None and first_of(None, HookError) is None
+
+
+def test_the_latest_prompts_are_named_and_the_others_counted():
+    bound = FailedPrompts(0.01, 8)
+    bound.observe(0, failures(*"abc"))
+    assert str(bound) == "ValueError: broke; 3 prompts of one weight version failed: key-c, key-b, key-a"
+    bound.observe(0, [Failed("d", "key-d", "KeyError: late")])
+    assert str(bound) == "KeyError: late; 4 prompts of one weight version failed: key-d, key-c, key-b and 1 more"
+
+
+def test_failures_in_a_row_end_with_a_new_group_that_ended_well():
+    streak = FailureStreak(limit=3)
+    assert not streak.observe(["a", "b"], []) and streak.observe(["c"], [])
+    assert not streak.observe([], ["good"]) and streak.in_a_row == 0
+    assert not streak.observe(["d", "e"], ["good"])  # the same one waits on: no news
+    assert streak.observe(["f"], ["good"])
+    assert not streak.observe(["g"], ["good", "better"]) and streak.in_a_row == 1
+    assert not streak.observe([], []) and streak.in_a_row == 1
