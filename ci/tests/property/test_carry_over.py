@@ -165,6 +165,13 @@ def test_order_and_bound_are_counted():
     assert pool(a=1).settle(3, {"a": 1}, {}).overdue == 1
 
 
+def test_ages_are_weight_versions_the_one_of_submission_counted():
+    step = pool(a=1, b=2, c=3).settle(3, {"a": 1, "c": 3}, {"b": Waiting(2, False), "d": Waiting(3, True)})
+    assert (step.age_max, step.carried_age_max) == (3, 2)
+    nobody = pool().settle(3, {}, {})
+    assert (nobody.age_max, nobody.carried_age_max) == (0, 0)
+
+
 def test_the_oldest_endings_are_forgotten():
     known = {}
     for number in range(ENDED_KEPT):
