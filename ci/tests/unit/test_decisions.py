@@ -34,6 +34,7 @@ LOOPS = {"enable": True, "prune": {"repetition": {"enable": True}, "audit": {"en
 VERDICTS = {"enable": True, "prune": {"verdict": {"enable": True}, "audit": {"enable": True}}}
 SAMPLER = {**ON, "sampler": {"enable": True}}
 KEEP = {"enable": True, "sync": {"requests": "keep"}}
+OVERLAP = {"enable": True, "overlap": {"enable": True}}
 GATE = {"responses": 700, "needed_responses": 500, "shut": "no better than length"}
 REPORT = {"false_rate": 0.0, "false_rate_bound": 0.02, "outcomes": 100, "needed": 73}
 
@@ -96,6 +97,11 @@ def row_of(module: str, settings: dict, counts: dict = {}, **facts) -> decisions
     ("keep", KEEP, {}, {"trainer": decisions.RECIPE}, "its servers cancel requests by themselves"),
     ("kv_headroom", {"enable": True, "kv_headroom": 0.05}, {}, {}, "no weight sync"),
     ("kv_headroom", {"enable": True, "kv_headroom": 0.05}, {"keep/syncs": 2}, {}, "the KV cache had room"),
+    ("overlap", OVERLAP, {}, {}, "no weight version ended"),
+    ("overlap", OVERLAP, {"overlap/versions": 1}, {"trainer": "fully_async"}, "rates were missing in 1 weight version"),
+    ("overlap", OVERLAP, {"overlap/versions": 4, "overlap/measured": 3}, {"fixed": ("staleness",)},
+     "in 4 weight versions no setting within reach promised more"),
+    ("overlap", OVERLAP, {}, {"trainer": "sync"}, "sync: its settings are not moved"),
     ("token_outputs", {"observe": True, "token_outputs": True}, {}, {}, "no request was counted"),
     ("token_outputs", {"observe": True, "token_outputs": True}, {"token_outputs/with_text": 3}, {}, "stop strings"),
     ("token_outputs", {"observe": True, "token_outputs": True}, {}, {"trainer": decisions.RECIPE}, "verl 0.7.0"),
@@ -117,6 +123,14 @@ def test_verdicts_say_what_became_of_candidates_and_of_the_gate():
             "90 looks; 4 cut, 3 spared by the coin (1 of them right), 2 let go; gate open at 5 of 11 questions of "
                 "workers, "
             + said)
+
+
+def test_overlap_control_under_v1_says_what_it_cannot_move():
+    counts = {"overlap/versions": 4, "overlap/measured": 3}
+    row = row_of("overlap", OVERLAP, {**counts, "overlap/moves": 5}, trainer=decisions.SEPARATE)
+    assert row.decided == 5 and "v1 has no bound on prompts in flight" in row.reason
+    row = row_of("overlap", OVERLAP, counts, trainer=decisions.SEPARATE, fixed=("staleness",))
+    assert row.reason.startswith("separate_async: prompts in process stay")
 
 
 @pytest.mark.parametrize("profile", list(config.PROFILES))
