@@ -135,8 +135,8 @@ class GroupPruner:
                 or watched.enough(self.prune.finish_group_after) is not None)
 
     def ended(self, group: str, member: int, ending: Finished | None, by_rule: bool = False) -> Outcome | None:
-        """A member ended by itself, `by_rule` of a sample (a loop: no finished sibling), or failed (None). Returned is
-        what the gate of the learned verdicts will hear of it.
+        """A member ended by itself, was cut (`by_rule`: a proven loop, no finished sibling), or failed (None). Returned
+        is what the gate of the learned verdicts will hear of it.
 
         What a pruned candidate would have become stays unknown, even when it ended before the engine heard of it.
         """

@@ -211,7 +211,6 @@ class GroupRun:
         if event.carried:
             self.states[event.member] = Outcome.CARRY
             return []
-        by_rule = not response.doomed and response.pruned
         how = Outcome.FAIL if event.failed else Outcome.PRUNE if response.pruned else Outcome.FINISH
         self.states[event.member] = how
         heard = None
@@ -222,7 +221,7 @@ class GroupRun:
                 ending = Finished(response.tokens, correct, float(event.score))
                 self.rules.decisions["verdicts/false"] += (correct and not response.pruned
                                                            and (response.decision or {}).get("rule") == Rule.VERDICT)
-            heard = self.rules.pruner.ended(self.name, event.member, ending, by_rule)
+            heard = self.rules.pruner.ended(self.name, event.member, ending, by_rule=response.pruned)
         actions: list[Action] = []
         if not event.failed:
             actions.append(Record(self.name, event.member, self._row(response, event.now, event.score, heard)))
