@@ -6,7 +6,7 @@
 Recorded groups (bench.testbed.record_groups; every bench/results/groups_*.json.gz is a task) are decoded again
 (`bench.common.verdict_replay`).
 Looks, coins, cuts, gates and weight syncs are those of `esgrpo.algo.verdict`; the rule for loops, which is on in every
-arm, is that of `esgrpo.algo.segments` with its defaults. A response that is cut is not seen to its end by anybody but
+arm, is that of `esgrpo.algo.loops` with its defaults. A response that is cut is not seen to its end by anybody but
 the bench, which counts:
 
     tokens_saved    share of all recorded tokens that were not decoded, from the first one on: warm-up included

@@ -32,7 +32,7 @@ from bench.testbed.train_model import encode_prompt
 from esgrpo import config
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import Decided, Finished, GroupPruner
-from esgrpo.algo.segments import surprisal
+from esgrpo.algo.loops import surprisal
 from esgrpo.algo.terms import Rule, Treatment
 from esgrpo.losses import Tossed, grpo_segment_advantage
 

@@ -40,9 +40,10 @@ from esgrpo.algo.audit import Audit
 from esgrpo.algo.carry_over import STALE, CarryOver, CarryOverError, Waiting
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.history import PromptHistory
+from esgrpo.algo.looks import next_multiple
 from esgrpo.algo.prompt_sampling import PromptSampler
 from esgrpo.algo.routing import BODY, TAIL, PromptQueue, TailShare
-from esgrpo.algo.segments import MOVE, at_boundary, next_multiple
+from esgrpo.algo.segments import MOVE, at_boundary
 from esgrpo.algo.terms import Outcome, Rule, Treatment
 
 ROUTING, KEPT, PRUNING, SAMPLER = ALL_MODULES = "ABCS"

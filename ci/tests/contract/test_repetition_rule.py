@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from esgrpo.algo.segments import repeats
+from esgrpo.algo.loops import repeats
 
 utils = pytest.importorskip("vllm.v1.core.sched.utils")
 parameters = pytest.importorskip("vllm.sampling_params")

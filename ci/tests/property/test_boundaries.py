@@ -8,7 +8,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esgrpo.algo.segments import PRUNE, UNKNOWN_VERSION, YIELD, BoundaryWheel, SegmentBook, next_multiple, repeats
+from esgrpo.algo.looks import next_multiple
+from esgrpo.algo.loops import repeats
+from esgrpo.algo.segments import PRUNE, UNKNOWN_VERSION, YIELD, BoundaryWheel, SegmentBook
 from esgrpo.config import Prune, Repetition, Segment
 
 

@@ -44,7 +44,7 @@ class Response:
     prompt: str | None = None
     exempt: bool = False  # the rule for loops has been let off
     cut: str = ""  # the rule by which an engine ended it without a coin; an agent loop may have gone on after it
-    marks: list[list] = field(default_factory=list)  # of its looks for loops: algo.segments.Mark
+    marks: list[list] = field(default_factory=list)  # of its looks for loops: algo.loops.Mark
     surprisal: float | None = None  # of the loop that it was proven to be, nats per token
     version: int | None = None
 

@@ -17,6 +17,11 @@ ASK_EVERY_S = 0.25  # seconds: a cut that comes so much later has cost a few tok
 NOTHING = (0, 0.0, 0)
 
 
+def next_multiple(done: int, length: int) -> int:
+    """The first multiple of `length` above `done`, in tokens of the whole response."""
+    return (done // length + 1) * length
+
+
 def distance(check_interval: int, budget: int) -> int:
     """Tokens between two looks, of a setting in which 0 means a share of the `budget` (tokens; 0: not known)."""
     return check_interval or max(1, budget // LOOKS_IN_BUDGET) if budget else check_interval or DISTANCE_WITHOUT_BUDGET

@@ -6,7 +6,7 @@ import math
 
 from esgrpo.algo.audit import AT_LEAST, has_room, provable_by, wilson_upper
 from esgrpo.algo.looks import distance
-from esgrpo.algo.segments import first_proof
+from esgrpo.algo.loops import first_proof
 from esgrpo.algo.terms import Treatment
 from esgrpo.config import PREFIX, Segment
 from esgrpo.hooks.verl.run import reward_rules
