@@ -50,6 +50,20 @@ def test_an_attempt_tells_the_scheduler_what_was_done_before():
     assert seat.fields()["done_before"] == 3
 
 
+@pytest.mark.parametrize("tokens, found", [
+    (0, []), (4, [[1, 4]]), (5, [[1, 5]]), (7, [[1, 5], [2, 2]]), (10, [[1, 5], [2, 5]])])
+def test_tokens_that_a_client_never_got_are_in_no_span(tokens, found):
+    assert attempts.given([[1, 5], [2, 5]], tokens) == found
+
+
+@pytest.mark.parametrize("known, pruned", [
+    ({}, False), ({"cut": "repetition"}, True), ({"outcome": Outcome.PRUNE}, True), ({"decision": DOOMED}, True),
+    ({"decision": {**DOOMED, "prune": False}}, False)])
+def test_a_response_that_was_cut_stays_cut_whatever_it_did_after_it(known, pruned):
+    response = attempts.Response("g", 0, **known)
+    assert response.pruned is pruned and (response.record(1.0, 0.0, None, "failed").outcome == "prune") is pruned
+
+
 def test_a_member_goes_on_where_it_was_interrupted_under_another_version():
     driver = new_driver()
     seat = rollout_driver.join(driver, "g", 2, version=3)

@@ -17,6 +17,7 @@ from ci.tests.property.rollout_fakes import ended, new_driver, seat_of
 from esgrpo import config
 from esgrpo.algo import audit
 from esgrpo.algo.group_pruning import Finished, GroupPruner
+from esgrpo.algo.loops import surprisal
 from esgrpo.algo.segments import PRUNE, YIELD, SegmentBook
 from esgrpo.algo.terms import Rule
 from esgrpo.call import Call
@@ -87,6 +88,15 @@ def test_the_model_must_be_certain_of_exactly_this_span():
     doubted = 100
     at = loops.found_at(tokens, [-3.0] * doubted + [0.0] * 700, RULE, 0)
     assert at == math.ceil((doubted + RULE.min_span) / RULE.check_interval) * RULE.check_interval
+
+
+@pytest.mark.parametrize("span, mean, found", [
+    (RULE.min_span, 0.005, 0.005), (RULE.min_span, RULE.max_surprisal, RULE.max_surprisal), (RULE.min_span, 0.0, 0.0),
+    (RULE.min_span - 1, 0.005, None), (RULE.min_span, 1.001 * RULE.max_surprisal, None)])
+def test_a_proof_is_of_the_whole_span_and_at_most_of_the_surprisal_that_is_allowed(span, mean, found):
+    tokens, _ = looping(3, 800)
+    before, now = (800 - span, 0.0, 800 - span), (800, -mean * span, 800)
+    assert surprisal(RULE, tokens, before, now) == (None if found is None else pytest.approx(found))
 
 
 @pytest.mark.parametrize("log_prob", [math.nan, -math.inf])
