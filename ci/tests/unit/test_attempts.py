@@ -50,6 +50,16 @@ def test_an_attempt_tells_the_scheduler_what_was_done_before():
     assert seat.fields()["done_before"] == 3
 
 
+def test_the_marks_of_a_loop_travel_to_the_next_attempt_unless_nobody_knows_them():
+    seat = seat_of(new_driver())
+    assert "marks" not in seat.fields()
+    marks = [[2, 0.0, -1]]
+    play(seat, (output([1, 2], payload={**payload("yield", [[1, 2]]), "marks": marks}), 10))
+    assert seat.fields()["marks"] == marks
+    play(seat, (output([3], "aborted"), 12))
+    assert "marks" not in seat.fields()
+
+
 @pytest.mark.parametrize("tokens, found", [
     (0, []), (4, [[1, 4]]), (5, [[1, 5]]), (7, [[1, 5], [2, 2]]), (10, [[1, 5], [2, 5]])])
 def test_tokens_that_a_client_never_got_are_in_no_span(tokens, found):
