@@ -86,6 +86,28 @@ def test_the_calibration_learns_but_never_that_long_answers_differ_less():
     assert calibration.slope >= 0
 
 
+@pytest.mark.parametrize("prior", [0.01, 0.3, 0.9])
+@pytest.mark.parametrize("doublings", [0.0, 1.5, 6.0])
+def test_the_calibration_is_a_logistic_regression(prior, doublings):
+    calibration = pruning.LengthCalibration()
+    calibration.restore(-0.5, 0.75)
+    odds = prior / (1 - prior) * math.exp(-0.5 + 0.75 * doublings)
+    assert calibration.probability(prior, doublings) == pytest.approx(odds / (1 + odds))
+    assert calibration.doublings(100, [20, 50, 30, 9]) == math.log2(100 / 30)  # the upper median
+    calibration.restore(0.0, 0.0)
+    calibration.learn(prior, doublings, False, 10.0)
+    assert calibration.slope == 0.0 and calibration.intercept < 0
+
+
+@pytest.mark.parametrize("known", [(math.nan, 1.0), (math.inf, 1.0), (0.0, math.nan), (0.0, math.inf), (0.0, -0.1)])
+def test_a_damaged_calibration_is_refused_and_changes_nothing(known):
+    calibration = pruning.LengthCalibration()
+    before = vars(calibration).copy()
+    with pytest.raises(ValueError, match="calibration"):
+        calibration.restore(*known)
+    assert vars(calibration) == before
+
+
 def test_any_differs_is_an_upper_bound_of_the_beta_binomial():
     """P(one of m differs) = 1 - prod (a + i) / (a + b + i); members of a prompt share p, so independence says more."""
     for alpha, beta, unfinished in ((1.0, 1.0, 3), (20.0, 0.5, 6), (0.5, 9.0, 2)):
