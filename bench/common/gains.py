@@ -36,7 +36,7 @@ SEVEN_B_EIGHT = ("engine_h200_7b_three_seeds.jsonl", "engine_h200_7b_eight_updat
 # room for all, eight updates; without a barrier; two replicas with scarce memory against Seer
 SEVEN_B_AMPLE, SEVEN_B_ASYNC = ("engine_h200_7b_ample.jsonl",), ("engine_h200_7b_async.jsonl",)
 SEVEN_B_ROLLPACKER = ("engine_h200_7b_ample_rollpacker.jsonl",)
-LOSSES_GPU = "train_h200_smollm2_losses.json"
+LOSSES_GPU = {"loss": "train_h200_smollm2_losses.json", "slow_loss": "train_h200_smollm2_losses_2e5.json"}
 SEVEN_B_SEER = "engine_h200_7b_seer.jsonl"
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
@@ -54,6 +54,7 @@ CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning r
 FRESH_PROMPTS = "train_h100_smollm2_chain_sum.json"
 # and with the group filter, eight runs; the filter on a CPU
 FILTER, FILTER_CPU = "train_h100_smollm2_left_out.json", "ablation_filter_all.json"
+ALONE = "train_h200_smollm2_alone.json"
 ENGLISH, CHINESE = "en", "zh"
 
 
@@ -249,6 +250,8 @@ def _pretrained() -> dict[str, str]:
                 ("reward_plain", "plain", later), ("first_plain", "plain", first))},
             "spare_useful": filtered(FILTER, "all spare", "all"),
             "spare_useful_plain": filtered(FILTER, "all spare", "plain"),
+            "spare_alone": filtered(ALONE, "C spare", "plain"),
+            "sampler_alone": filtered(ALONE, "C sampler", "plain"),
             "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
 
 
@@ -342,15 +345,18 @@ def module_numbers() -> dict[str, str]:
 
 
 def _losses_on_a_gpu() -> dict[str, str]:
-    """Four optimiser steps a weight version at a learning rate at which verl's own loss does not keep its reward."""
-    runs = json.loads((RESULTS / LOSSES_GPU).read_text())["measures"]
+    """Four optimiser steps a weight version, at a learning rate that verl's own loss does not survive, and at one that
+    it does."""
     plain, pois = "plain steps=4", "plain loss=pois steps=4"
     step, late, first = "verl's step, s", "held-out reward, later half", "held-out reward, first"
-    kept = {"default": plain, "pois": pois, "sais": "plain loss=sais steps=4"}
-    return {"loss_first": span(run[first] for seeds in runs.values() for run in seeds.values()),
-            **{f"loss_{name}": span(run[late] for run in runs[arm].values()) for name, arm in kept.items()},
-            "loss_pois_time": spread(runs[pois][seed][step] / runs[plain][seed][step]
-                                     for seed in runs[pois]).partition(" ")[0]}
+    kept, found = {"default": plain, "pois": pois, "sais": "plain loss=sais steps=4"}, {}
+    for rate, record in LOSSES_GPU.items():
+        runs = json.loads((RESULTS / record).read_text())["measures"]
+        found |= {f"{rate}_first": span(run[first] for seeds in runs.values() for run in seeds.values()),
+                  **{f"{rate}_{name}": span(run[late] for run in runs[arm].values()) for name, arm in kept.items()},
+                  f"{rate}_pois_time": spread(runs[pois][seed][step] / runs[plain][seed][step]
+                                              for seed in runs[pois]).partition(" ")[0]}
+    return found
 
 
 def studies() -> dict[str, str]:
