@@ -186,7 +186,8 @@ def _settle(parser: argparse.ArgumentParser, options) -> None:
         parser.error(f"--segment {options.segment}: wanted from 2 to the cap of {options.cap} tokens")
     runs = len(options.arms.split(",")) * len(options.seeds)
     options.apart = options.together or options.start_ahead > 0 and runs > 1  # each run is a command of its own
-    options.cores, options.jobs = os.cpu_count(), runs if options.together else 1  # what bench.ablation also records
+    options.cores = len(os.sched_getaffinity(0))
+    options.jobs = runs if options.together else 1  # both also recorded by bench.ablation
     if options.engine_memory is None and stack.DEVICE != "cpu" and (options.apart or stack.SHARED):
         at_once = runs if options.together else 1 + min(options.start_ahead, runs - 1)
         on_one = -(-at_once // max(1, len(stack.gpus()))) if stack.SHARED else at_once

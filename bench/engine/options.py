@@ -69,10 +69,11 @@ def facts(options, cpu: bool, fleet) -> dict:
     return {
         "command": shlex.join(["python", "-m", module.removesuffix(".__main__"), *sys.argv[1:]]),
         "commit": _line("git", "rev-parse", "--short=12", "HEAD"), "time": int(time.time()), "versions": versions,
-        "device": _device(cpu), "devices": 0 if cpu else len(fleets.visible_gpus()), "cores": os.cpu_count(),
-        "model": options.model, "replicas": options.replicas, "max_num_seqs": options.max_num_seqs,
-        "batched_tokens": options.batched_tokens, "scheduler": fleet.kind, "kv_blocks": fleet.blocks,
-        "kv_tokens": fleet.blocks * fleet.block_size, "start_s": round(time.monotonic() - BEGAN, 1),
+        "device": _device(cpu), "devices": 0 if cpu else len(fleets.visible_gpus()),
+        "cores": len(os.sched_getaffinity(0)), "model": options.model, "replicas": options.replicas,
+        "max_num_seqs": options.max_num_seqs, "batched_tokens": options.batched_tokens,
+        "scheduler": fleet.kind, "kv_blocks": fleet.blocks, "kv_tokens": fleet.blocks * fleet.block_size,
+        "start_s": round(time.monotonic() - BEGAN, 1),
     }
 
 

@@ -193,6 +193,16 @@ def test_policies_are_compared_pair_by_pair_on_the_same_work_only(tmp_path):
         " stale: not recorded (rivals played: seer)"]
 
 
+def test_what_stands_beside_a_ratio_is_of_the_runs_that_it_is_made_of(tmp_path):
+    runs = (("es-grpo", 1, 10.0), ("es-grpo", 2, 30.0), ("es-grpo", 3, 40.0), ("verl", 1, 20.0))
+    engine_record(tmp_path, [{**RUN, "policy": policy, "seed": seed, "s_per_update": seconds, "makespan_s": 2 * seconds}
+                             for policy, seed, seconds in runs])
+    record, = load.records(tmp_path)
+    time, tokens = claims([record])
+    assert time[1].startswith("es-grpo: 10 s;") and time[2].startswith("verl: 20 s;") and time[3] == "2 times as fast"
+    assert tokens[1].startswith("es-grpo: 4;") and tokens[2].startswith("verl: 2;") and tokens[4] == "1"
+
+
 def test_a_ratio_stands_beside_its_staleness_and_decisions_and_the_baseline_is_verls_own_carry_over(tmp_path):
     fresh = {"mean": 0.0, "share": 0.0}
     none = {"versions_old": {**fresh, "max": 0, "rows": fresh, "tokens": fresh}, "decisions": {"keep": 0, "routing": 0}}

@@ -20,6 +20,7 @@ from esgrpo.tools.report.policy_tables import (
     makespan,
     pairs,
     rivals,
+    sides,
     speedups,
     staleness,
     titles,
@@ -121,22 +122,23 @@ def _policies(record: Record) -> list[Claim]:
             if not (ours and other):
                 continue
             question = RIVAL if other == rival else BARRIER_ROLLOUT if barrier else ASYNC_ROLLOUT
-            stale = {name: f"; stale: {staleness(found[name])}" for name in (ours, other)}
+            mine, theirs = sides(found[ours], found[other])
+            stale = {ours: f"; stale: {staleness(mine)}", other: f"; stale: {staleness(theirs)}"}
             if other in BASELINES and barrier:
                 stale[other] += f"; its own carry-over ({OWN_CARRY_OVER}) not played"
             # a pass without the strongest rival must not read as a win over all of them
             played = f" (rivals played: {', '.join(rivals(found))})" if other == rival else ""
-            gains = speedups(found[ours], found[other])
+            gains = speedups(mine, theirs)
             claims.append(Claim(
                 question, f"makespan per update, {names[work]}",
-                f"{ours}: {number(makespan(found[ours]))} s{stale[ours]}; decided: {decisions(found[ours])}",
-                f"{other}: {number(makespan(found[other]))} s{stale[other]}{played}", spread(gains) + TIMES_AS_FAST,
+                f"{ours}: {number(makespan(mine))} s{stale[ours]}; decided: {decisions(mine)}",
+                f"{other}: {number(makespan(theirs))} s{stale[other]}{played}", spread(gains) + TIMES_AS_FAST,
                 len(gains), verdict(gains), record, tuple(gains),
                 f"{times(gains, 'as fast')} as {other}, {names[work]}" if gains else ""))
-            gains = pairs(found[ours], found[other], effective)
+            gains = pairs(mine, theirs, effective)
             claims.append(Claim(
-                "", f"trained tokens/s, {names[work]}", f"{ours}: {spread(map(effective, found[ours]))}{stale[ours]}",
-                f"{other}: {spread(map(effective, found[other]))}{stale[other]}", spread(gains), len(gains),
+                "", f"trained tokens/s, {names[work]}", f"{ours}: {spread(map(effective, mine))}{stale[ours]}",
+                f"{other}: {spread(map(effective, theirs))}{stale[other]}", spread(gains), len(gains),
                 verdict(gains), record))
     return claims
 

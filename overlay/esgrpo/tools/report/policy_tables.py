@@ -104,13 +104,24 @@ def effective(one: dict) -> float:
     return one["trained"] / one["makespan_s"]
 
 
-def pairs(ours: list[dict], theirs: list[dict], measure) -> list[float]:
-    """Ours over theirs, each pair of one command (its start is `time`), with the same seed and repeat."""
+def matched(ours: list[dict], theirs: list[dict]) -> list[tuple[dict, dict]]:
+    """(ours, theirs) of one command (its start is `time`), with the same seed and repeat."""
     def key(one):
         return one.get("time"), one.get("seed"), one.get("repeat")
 
     other = {key(one): one for one in theirs}
-    return [measure(one) / measure(other[key(one)]) for one in ours if key(one) in other and measure(other[key(one)])]
+    return [(one, other[key(one)]) for one in ours if key(one) in other]
+
+
+def sides(ours: list[dict], theirs: list[dict]) -> tuple[list[dict], list[dict]]:
+    """The runs of both that have a partner, all of them where nobody has one: what may stand beside their ratio."""
+    both = matched(ours, theirs)
+    return ([mine for mine, _ in both], [other for _, other in both]) if both else (ours, theirs)
+
+
+def pairs(ours: list[dict], theirs: list[dict], measure) -> list[float]:
+    """Ours over theirs, each pair `matched`."""
+    return [measure(mine) / measure(other) for mine, other in matched(ours, theirs) if measure(other)]
 
 
 def speedups(ours: list[dict], theirs: list[dict]) -> list[float]:
