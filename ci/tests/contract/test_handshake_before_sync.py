@@ -166,7 +166,7 @@ def test_a_weight_sync_goes_on_without_the_utilities(monkeypatch, capsys, said, 
 def test_requests_are_not_kept_without_the_scheduler_hook(monkeypatch):
     monkeypatch.setattr(engine.load_hooks()["segment-scheduler"], "state", engine.State.DISABLED)
     server = SimpleNamespace(engine=SimpleNamespace(pause_generation=lambda mode: None))
-    assert kept_requests.reason_to_abort(server).startswith("segment-scheduler DISABLED")
+    assert kept_requests.reason_to_abort(server, False).startswith("segment-scheduler DISABLED")
 
 
 @pytest.mark.hook("server-control")

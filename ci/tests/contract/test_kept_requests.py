@@ -70,6 +70,7 @@ def make(server_class, monkeypatch):
         vars(server).update(node_rank=0, engine=Engine(), config=SimpleNamespace(free_cache_engine=False),
                             rollout_mode=SimpleNamespace(name="STANDALONE"), global_steps=3, _submission_paused=False,
                             _rejecting=False, _admitting=0, _resume_event=asyncio.Event(), **changes)
+        server._resume_event.set()  # verl's gate is open at first
         return server
 
     new.block_pool = block_pool.BlockPool
@@ -144,6 +145,13 @@ def test_elsewhere_verl_aborts_and_one_line_says_why(make, capsys, change, said)
     assert server.engine.calls == [("pause", "abort", True)] * 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and said in lines[0]
+
+
+def test_a_client_that_does_not_name_its_engines_has_one(make):
+    for core in (SimpleNamespace(), SimpleNamespace(core_engines=None)):
+        server = make()
+        server.engine.engine_core = core
+        assert asyncio.run(server.abort_all_requests())["kept_count"] == 2
 
 
 def test_old_blocks_must_leave_the_prefix_cache(make, capsys):

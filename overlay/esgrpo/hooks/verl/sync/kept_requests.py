@@ -46,7 +46,7 @@ def say_aborted(reason: str) -> None:
         say(f"esgrpo: sync.requests=keep: requests are aborted instead: {reason}")
 
 
-def reason_to_abort(server, reject_request: bool = False) -> str | None:
+def reason_to_abort(server, reject_request: bool) -> str | None:
     """Why this server's requests cannot or must not stay; None when they do."""
     import inspect
 
