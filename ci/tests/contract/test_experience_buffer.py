@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import os
 import pickle
 from collections import Counter
 from types import SimpleNamespace
@@ -82,9 +83,17 @@ def test_a_full_queue_drops_nothing(module, capfd):
     assert capfd.readouterr().err.count("queue of finished samples: full at 3") == 1
     asyncio.run(fill_and_drain(queue, samples[:LIMIT - 1]))
     assert nothing_dropped.overflow_of(queue)["beyond_limit"] == 3.0  # below the bound nothing is counted
+    assert [asyncio.run(queue.put_sample(sample)) for sample in samples] == [True] * len(samples)  # verl counts these
+    asyncio.run(queue.clear_queue())
     queue.max_queue_size = 1  # a bound that is set while it runs counts from then on
     asyncio.run(fill_and_drain(queue, samples[:1]))
-    assert nothing_dropped.overflow_of(queue)["beyond_limit"] == 4.0
+    assert nothing_dropped.overflow_of(queue)["beyond_limit"] == 6.0
+
+
+def test_what_waited_before_stays(module):
+    queue = queue_of(module, hooked=True)
+    queue.queue.append(b"before")
+    assert asyncio.run(fill_and_drain(queue, [b"after"])) == [b"before", b"after"]
 
 
 def test_plain_verl_drops_the_oldest(module):
@@ -247,6 +256,7 @@ async def one_start(rollouter_class, module, directory, saves: int, whole: bool)
         return made_here
 
     async def fit(_):
+        assert made.staleness_samples == made.total_generated_samples == len(queue.queue)  # what came back whole
         feed = asyncio.ensure_future(made._feed_samples())
         running, fed, saved = [], True, 0
         folders = sorted(directory.glob("global_step_*"), key=lambda folder: int(folder.name.rpartition("_")[2]))
@@ -283,6 +293,7 @@ async def one_start(rollouter_class, module, directory, saves: int, whole: bool)
     made.async_rollout_manager = SimpleNamespace(generate_sequences_single=generate)
     kind.fit = wrapped(whole_samples, fit)
     await made.fit()
+    assert made.dropped_stale_samples == 0
     assert sum(in_flight.buffer_of(made).counts().values()) == in_flight.drawn_of(made)
     assert in_flight.buffer_of(made).strays == 0
     return generated, trained
@@ -357,6 +368,7 @@ def test_switched_off_nothing_is_saved_nor_taken_back(module, rollouter_class, t
     asyncio.run(queue.put_sample(SentSample.of(b"x", "sample_0_1", 1)))
     made = SimpleNamespace(message_queue_client=module.MessageQueueClient(Actor(queue)))
     assert [sample.name for sample in asyncio.run(whole_samples.in_queue(made))] == ["sample_0_1"]
+    assert asyncio.run(whole_samples.in_queue(SimpleNamespace())) == []  # no queue yet
     with monkeypatch.context() as patch:
         patch.setattr(engine, "out_of_action", lambda slug: f"{slug} DISABLED")
         assert counts() == (waiting + carried, 0) and asyncio.run(whole_samples.in_queue(made)) == []
@@ -364,8 +376,11 @@ def test_switched_off_nothing_is_saved_nor_taken_back(module, rollouter_class, t
     assert counts() == (0, 0) and asyncio.run(whole_samples.in_queue(made)) == []
 
 
-def test_samples_of_a_checkpoint_without_weights_go(tmp_path):
-    """verl has removed its weights; the newest, and any that has weights, keep theirs."""
+def test_samples_of_a_checkpoint_without_weights_go(tmp_path, monkeypatch):
+    """verl has removed its weights; the newest, and any that has weights, keep theirs. One folder never had any."""
+    listed = os.listdir
+    monkeypatch.setattr(whole_samples.os, "listdir", lambda folder: sorted(listed(folder)))
+    (tmp_path / "global_step_0").mkdir()
     for number in (1, 2, 3):
         (tmp_path / f"global_step_{number}").mkdir()
         whole_samples.save([SentSample.of(b"x", "sample_0_1", 1)], str(tmp_path / f"global_step_{number}"))

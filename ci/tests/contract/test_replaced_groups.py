@@ -68,11 +68,11 @@ def rollouter(rollouter_class, kinds, limit=LIMIT):
     """A rollouter whose prompts become groups of the given kinds, in order; the last kind is repeated."""
     made = object.__new__(rollouter_class)
     rollout = SimpleNamespace(n=SIZE, multi_turn=SimpleNamespace(enable=False))
-    made.config = SimpleNamespace(trainer=SimpleNamespace(total_epochs=1), algorithm={},
+    made.config = SimpleNamespace(trainer=SimpleNamespace(total_epochs=2), algorithm={},
                                   actor_rollout_ref=SimpleNamespace(rollout=rollout))
     made._create_continuous_iterator = lambda: (
         (0, {"raw_prompt": np.array([f"prompt {number}"], dtype=object)}) for number in range(PROMPTS))
-    made.train_dataloader, made.queue = range(PROMPTS), Queue()
+    made.train_dataloader, made.queue = range(PROMPTS // 2), Queue()  # two epochs of them
     made.message_queue_client, made.total_rollout_steps, made.global_steps = made.queue, limit, 1
     made.pending_queue, made.active_tasks = asyncio.Queue(maxsize=1), set()
     made.staleness_samples = made.total_generated_samples = made._step_generated_samples = 0
@@ -112,10 +112,17 @@ def both(rollouter_class):
 
 
 @pytest.mark.hook("resolved-groups-are-replaced")
-def test_a_foreseen_group_gives_its_place_to_another_prompt(rollouter_class):
+def test_a_foreseen_group_gives_its_place_to_another_prompt(rollouter_class, tmp_path, monkeypatch):
+    from esgrpo import records
+
     original, hooked = both(rollouter_class)
     made = rollouter(rollouter_class, [PLAIN, NULL, NULL, PLAIN])
-    asyncio.run(run(made, hooked))
+    with monkeypatch.context() as patch:
+        patch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
+        asyncio.run(run(made, hooked))
+        records.flush()
+    assert [(row["sample_id"], len(row["rows"])) for row in records.read(str(tmp_path), "replaced")] == [
+        ("sample_0_2", SIZE), ("sample_0_3", SIZE)]  # a group that is not trained is on record all the same
     assert len(made.queue.samples) == LIMIT and len(made.served) == LIMIT + 2  # as many trained groups as without
     assert made.staleness_samples == made.total_generated_samples == made._step_generated_samples == LIMIT
     assert made.total_rollout_steps == LIMIT + 2 and made.processed_sample_count == LIMIT + 2
@@ -236,6 +243,24 @@ def test_a_metric_that_the_reward_function_does_not_return_ends_in_one_line(roll
     made.config.algorithm = {"filter_groups": {"enable": True, "metric": "acc"}}
     with pytest.raises(RunError, match="no acc beside a response's reward"):
         asyncio.run(run(made, both(rollouter_class)[1]))
+
+
+@pytest.mark.parametrize("feed, issued, goes_on", [
+    (SimpleNamespace(done=lambda: False), LIMIT - 1, True), (SimpleNamespace(done=lambda: False), LIMIT, False),
+    (SimpleNamespace(done=lambda: True), LIMIT - 1, False), (None, LIMIT - 1, False)])
+def test_another_prompt_comes_only_from_a_feed_that_will_look_again(rollouter_class, feed, issued, goes_on):
+    from esgrpo.hooks.verl.groups.replaced_groups import another_instead
+
+    made = rollouter(rollouter_class, [PLAIN])
+    made.feed_task, made.global_steps = feed, issued
+    assert another_instead(made) == goes_on and made.total_rollout_steps == LIMIT + goes_on
+
+
+def test_the_signal_that_ends_the_data_is_put_by_itself(rollouter_class):
+    from esgrpo.hooks.verl.groups.replaced_groups import Filter
+
+    made = rollouter(rollouter_class, [NULL])
+    assert asyncio.run(Filter(made, made.queue).put_sample(sample=None)) and made.queue.samples == [None]
 
 
 def test_a_group_of_a_foreign_worker_is_left_alone(rollouter_class):
