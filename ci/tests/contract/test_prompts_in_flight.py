@@ -186,6 +186,10 @@ def test_from_scratch_nothing_is_said(rollouter_class, tmp_path, capfd):  # noqa
     assert "restart" not in capfd.readouterr().err and in_flight.restored(made) == in_flight.drawn_of(made) == 0
 
 
+def test_a_batch_without_text_has_no_key():
+    assert in_flight._key({}) is in_flight._key({"raw_prompt": []}) is None and in_flight._key({"raw_prompt": ["p"]})
+
+
 def test_a_failed_write_costs_the_prompts_and_not_the_checkpoint(rollouter_class, tmp_path, capfd):  # noqa: F811
     made = rollouter_of(rollouter_class, tmp_path, hooked=True)
     (tmp_path / (in_flight_checkpoint.FILE + ".new")).mkdir()
