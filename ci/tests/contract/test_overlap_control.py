@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import time
 from types import SimpleNamespace
@@ -208,6 +209,16 @@ def test_a_move_that_was_not_confirmed_is_made_at_the_next_version(run_dir, monk
     made.rollouter.__dict__["__ray_call__"].remote = call
     version(made)
     assert len(records.read(run_dir, "moves")) == 1 and in_force(made)[:3] != (4, 0.5, 4)
+
+
+@pytest.mark.parametrize("asked, most", [(0, 2 * CAPACITY // 4), (10, 10)])
+def test_prompts_in_flight_go_up_to_the_room_of_all_replicas_or_to_what_was_set(run_dir, monkeypatch, asked, most):
+    monkeypatch.setenv(config.ENV_FACTS, '{"replicas": 2}')
+    overlap = {"enable": True, "max_concurrency": asked}
+    monkeypatch.setenv(config.ENV_SEGMENT, json.dumps({"observe": True, "overlap": overlap}))
+    made = trainer(True)
+    version(made)
+    assert owned.of(made, owned.Overlap).controller.limits.concurrency == (2, most)  # a prompt has four responses
 
 
 def test_the_warm_up_of_the_first_version_says_nothing_of_rates(run_dir):

@@ -206,10 +206,11 @@ def test_an_attempt_without_a_token_leaves_what_the_engine_says_of_tokens_to_the
     """As in verl's client: the experts of the prompt are in the first that there are."""
     first, second = output([], payload=payload("yield", [])), output([1, 2], payload=payload("yield", [[0, 2]]))
     second.log_probs, second.routed_experts = [-0.1, -0.2], np.array([7, 1, 2])  # of the prompt's token and of two made
-    last = output([3], payload=payload("finish", [[0, 1]]))
-    last.log_probs, last.routed_experts = [-0.3], np.array([-1, -1, -1, 3])  # earlier ones are those of their weights
-    total, _, budgets = run_attempts([first, second, last], 8)
-    assert (list(total.routed_experts), total.log_probs, budgets) == ([7, 1, 2, 3], [-0.1, -0.2, -0.3], [8, 8, 6])
+    third, last = output([3], payload=payload("yield", [[0, 1]])), output([], payload=payload("finish", []))
+    third.log_probs, third.routed_experts = [-0.3], np.array([-1, -1, -1, 3])  # earlier ones are those of their weights
+    last.routed_experts = np.array([-1] * 4)
+    total, _, budgets = run_attempts([first, second, third, last], 8)
+    assert (list(total.routed_experts), total.log_probs, budgets) == ([7, 1, 2, 3], [-0.1, -0.2, -0.3], [8, 8, 6, 5])
 
 
 @pytest.mark.parametrize("forecast, own, routing, expected", [
