@@ -221,6 +221,18 @@ def test_prompts_in_flight_go_up_to_the_room_of_all_replicas_or_to_what_was_set(
     assert owned.of(made, owned.Overlap).controller.limits.concurrency == (2, most)  # a prompt has four responses
 
 
+def test_a_raised_trigger_comes_down_to_what_is_left_of_the_data(run_dir):
+    made = trainer(True)
+    version(made)
+    control, raised = owned.of(made, owned.Overlap), Setting(4, 0.5, 3 * MINI_BATCH)
+    control.controller.setting = control.applied = raised
+    inner = made.rollouter.instance
+    inner.feed_task, inner.staleness_samples = SimpleNamespace(done=lambda: True), 2 * MINI_BATCH + 1
+    version(made)
+    assert made.required_samples == inner.required_samples == 2 * MINI_BATCH
+    assert [row["cause"] for row in records.read(run_dir, "moves")] == ["end of data"]
+
+
 def test_the_warm_up_of_the_first_version_says_nothing_of_rates(run_dir):
     """Eight times slower than all later ones, at more groups in flight than there are later."""
     made = trainer(True)
