@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from esgrpo import engine, records
+from esgrpo.algo.rows import LoopEvent
 from esgrpo.call import wrapped
 from esgrpo.hooks.verl import owned
 from esgrpo.hooks.verl.metrics import loop_events, rollouter_windows
@@ -121,6 +122,43 @@ def test_a_version_of_the_rollouter_is_accounted_for(run_dir):
     assert sum(event["spent"].values()) == pytest.approx(event["seconds"])
     assert event["in_flight"] * event["seconds"] == pytest.approx(4 * 4 + 8 * (event["seconds"] - 6))
     assert (event["limit"], event["queue"], event["queue_limit"]) == (8, 5, 24)
+
+
+@pytest.mark.parametrize("batches, queued_s", [(1, 3.0), (2, None)])  # of a weight version
+def test_a_step_of_a_v1_trainer_is_accounted_for(run_dir, batches, queued_s):
+    made, now = SimpleNamespace(global_steps=3, parameter_sync_step=batches), time.time()
+    timing = {"step": 10.0, "gen": 3.0, "switch_wait": 1.0, "update_weights": 1.0, "adv": 0.5, "update_actor": 3.0,
+              "testing": 2.0}
+    rows = [{**row, "group": "g", "ended": now - 11.0} for row in TRAINED]  # the wait ends 4 s after the step began
+    told = loop_events.of_v1(made, rows, timing, {"actor/loss": 0.25})
+    owned.of(made, owned.Steps).ended -= 30.0  # of the next one, which begins where this one ended
+    loop_events.of_v1(made, [], timing, {})
+    first, then = records.read(run_dir, "events")
+    assert first["spent"] == pytest.approx({"wait": 4.0, "sync": 1.0, "train": 3.5, "validation": 2.0, "other": 1.5})
+    assert (first["seconds"], first["queued_s"]) == (
+        pytest.approx(12.0, abs=0.5), queued_s and pytest.approx(queued_s, abs=0.5))
+    assert (first["side"], first["version"], first["groups"], first["tokens"]) == ("train", 3, 1, 8)
+    assert first["loss"] == 0.25
+    assert first["age"] == pytest.approx((1 * 2 + 0 * 4 + 2 * 2) / 8)  # trained under version 2
+    assert told["esgrpo/overlap/trainer/wait"] == pytest.approx(4.0 / first["seconds"])
+    assert then["start"] == pytest.approx(first["start"] + first["seconds"] - 30.0)
+    for event in (first, then):
+        assert sum(event["spent"].values()) == pytest.approx(event["seconds"])
+
+
+def test_metrics_of_an_event_are_shares_of_its_time_and_of_its_bounds():
+    assert loop_events.metrics_of(None) == {}
+    event = LoopEvent(side="rollout", version=1, start=0.0, seconds=10.0, spent={"idle": 4.0, "busy": 6.0}, groups=2,
+                      devices={"0": (0.5, 1.0), "1": (0.7, 1.0)}, queue=3, queue_limit=0)
+    assert loop_events.metrics_of(event) == {
+        "esgrpo/overlap/rollouter/idle": 0.4, "esgrpo/overlap/rollouter/busy": 0.6,
+        "esgrpo/overlap/rollouter/devices": pytest.approx(0.6)}  # without a bound the queue has no fill
+
+
+def test_a_setting_is_told_once():
+    loop_events.take_metrics()
+    loop_events.tell({"trust": 0.7})
+    assert loop_events.take_metrics() == {"esgrpo/overlap/trust": 0.7} and loop_events.take_metrics() == {}
 
 
 def test_plain_verl_writes_none_and_says_that_it_was_idle_all_the_time(run_dir):
