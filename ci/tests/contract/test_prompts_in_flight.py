@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -121,6 +122,8 @@ def test_each_prompt_is_trained_once(rollouter_class, tmp_path, monkeypatch, cap
     assert all(len(set(start)) == len(start) for start in names), "a sample id came twice in one start"
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("esgrpo: restart")]
     assert len(said) == 3 and all("prompt groups were unfinished and start anew" in line for line in said)
+    for groups, finished, _, running in (map(int, re.findall(r"\d+", line)) for line in said):
+        assert finished + running == groups * SIZE  # all responses of theirs, whatever had become of each
     rows = read(str(tmp_path), "reissued")
     assert len(rows) >= 6 and all(row["prompt"] and row["was"].startswith("uid_sample_0_") for row in rows)
     assert all(1 <= row["draw"] <= PROMPTS for row in rows)
