@@ -81,18 +81,9 @@ async def generate_resuming(client, request_id, *, prompt_ids, sampling_params, 
 
 def _append(total, output) -> None:
     """Add one attempt. Versions run from the first attempt to the last; the cache hit of the first prefill counts."""
-    total.token_ids.extend(output.token_ids)
-    if output.log_probs is not None:
-        total.log_probs.extend(output.log_probs)
-    if output.routed_experts is not None and len(output.token_ids):
-        import numpy as np
+    from esgrpo.hooks.verl.server import joined_outputs
 
-        # earlier tokens were routed by the weights that made them: of a resumed attempt only the new tokens count
-        total.routed_experts = output.routed_experts if total.routed_experts is None else np.concatenate(
-            [total.routed_experts, output.routed_experts[-len(output.token_ids):]])
-    if output.num_preempted is not None:
-        total.num_preempted += output.num_preempted
-    total.stop_reason = output.stop_reason
+    joined_outputs.append(total, output)
     fields, version = total.extra_fields, output.extra_fields.get("global_steps")
     if fields.get("min_global_steps") is None:
         fields["min_global_steps"] = version

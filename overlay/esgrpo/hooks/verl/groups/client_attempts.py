@@ -54,19 +54,10 @@ async def generate_member(call, seat):
 
 
 def _joined(total, output):
-    """Append a later attempt to what is there, as verl's own resuming client does; versions run from the first to the
-    last."""
-    total.token_ids = list(total.token_ids) + list(output.token_ids)
-    if output.log_probs is not None:
-        total.log_probs = [*(total.log_probs or ()), *output.log_probs]
-    if output.routed_experts is not None and len(output.token_ids):
-        import numpy as np
+    """Append a later attempt to what is there; versions run from the first to the last."""
+    from esgrpo.hooks.verl.server import joined_outputs
 
-        # as verl joins them: the first that there are have the prompt's, of later ones only the new tokens' count
-        total.routed_experts = output.routed_experts if total.routed_experts is None else np.concatenate(
-            [total.routed_experts, output.routed_experts[-len(output.token_ids):]])
-    total.num_preempted = (total.num_preempted or 0) + (output.num_preempted or 0)
-    total.stop_reason = output.stop_reason
+    joined_outputs.append(total, output)
     for key in ("global_steps", "max_global_steps"):
         total.extra_fields[key] = output.extra_fields.get(key)
     return total
