@@ -25,8 +25,8 @@ THRESHOLD = 3  # weight versions that a trained group may span
 FINISH_AFTER = 3
 OPTIMISER_STEPS = 2  # per weight version of the separate_async run
 # The engine shall be the slower one on any machine, so that a weight sync always finds responses running: a group at a
-# time in the engine, and two batches of prompts in flight before the first step.
-ONE_GROUP, IN_FLIGHT = GROUP_SIZE, 2.0
+# time in the engine, two batches of prompts in flight before the first step, and steps thrice as long as here.
+ONE_GROUP, IN_FLIGHT, STEP_MS = GROUP_SIZE, 2.0, 8.0
 POIS = "actor_rollout_ref.actor.policy_loss.loss_mode=pois"
 LOG_KL = "esgrpo/pois/log_kl_rollout_current"
 
@@ -42,7 +42,7 @@ EXPECTED = {
 }
 
 
-def run_v1(mode: str, tmp_path: Path, *extra: str, **options) -> Path:
+def run_v1(mode: str, tmp_path: Path, *extra: str, environment: dict[str, str] | None = None, **options) -> Path:
     """One run in tmp_path/run, which may hold an earlier one to go on from."""
     data, testbed, run_dir = tmp_path / "data", ROOT / "bench" / "testbed", tmp_path / "run"
     make_data.write("search", 3, {"train": 256, "val": 16}, data)
@@ -61,7 +61,8 @@ def separate(tmp_path_factory) -> Path:
                   f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
                   *SHORT_LOOPS,
                   *stragglers(FINISH_AFTER), mini_batch=4, sync_every=OPTIMISER_STEPS,
-                  steps=STEPS, warmup=IN_FLIGHT, off_policy=THRESHOLD, max_num_seqs=ONE_GROUP)
+                  steps=STEPS, warmup=IN_FLIGHT, off_policy=THRESHOLD, max_num_seqs=ONE_GROUP,
+                  environment=stack.slow_engine(STEP_MS))
 
 
 STATIC = [f"{SEGMENT}.profile=static", f"{SEGMENT}.segment_length=64", "trainer.save_freq=2"]
