@@ -17,6 +17,8 @@ pytest.importorskip("verl")
 pytest.importorskip("ray")
 
 from ci.tests.contract.test_replaced_groups import rollouter_class  # noqa: E402, F401
+from esgrpo.algo.experience import ExperienceBuffer  # noqa: E402
+from esgrpo.algo.terms import Status  # noqa: E402
 from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl.prompts import (  # noqa: E402
     in_flight,
@@ -44,8 +46,8 @@ def number_of(batch) -> int:
     return int(batch["number"][0])
 
 
-def rollouter_of(kind, directory, hooked: bool):
-    """A rollouter as after __init__ with its checkpoint loaded."""
+def rollouter_of(kind, directory, hooked: bool, total: int = PROMPTS, required: int = BATCH):
+    """A rollouter as after __init__ with its checkpoint loaded. `required`: the batch of its configuration."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     subclass = type("Rollouter", (kind,), {})
@@ -63,7 +65,7 @@ def rollouter_of(kind, directory, hooked: bool):
     made.train_dataloader = StatefulDataLoader(list(range(PROMPTS)), batch_size=1, collate_fn=collate,
                                                sampler=torch.utils.data.RandomSampler(range(PROMPTS),
                                                                                       generator=generator))
-    made.required_samples, made.total_rollout_steps, made.global_steps = BATCH, PROMPTS, 1
+    made.required_samples, made.total_rollout_steps, made.global_steps = required, total, 1
     made.dataloader_lock = asyncio.Lock()
     made.load_checkpoint()
     made.pending_queue = asyncio.Queue(maxsize=3)
@@ -170,6 +172,51 @@ def test_a_run_that_is_complete_draws_nothing_more(rollouter_class, tmp_path, mo
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(steps // BATCH))
     again = rollouter_of(rollouter_class, tmp_path, hooked=True)
     assert asyncio.run(drawn(again)) == more and in_flight.drawn_of(again) == steps + more
+
+
+@pytest.mark.parametrize("required", [BATCH // 2, BATCH, 2 * BATCH])
+def test_a_restart_counts_what_was_trained(rollouter_class, tmp_path, required):  # noqa: F811
+    """Two batches of BATCH are trained and two prompts replaced, whatever batch the configuration speaks of."""
+    total, replaced = 4 * BATCH, 2
+
+    async def start(made) -> None:
+        feed = asyncio.ensure_future(made._feed_samples())
+        names = [(await made.pending_queue.get()).sample_id for _ in range(2 * BATCH + replaced)]
+        for name in names[:replaced]:
+            in_flight.ended(made, SimpleNamespace(sample_id=name), Status.PRUNED)
+            made.total_rollout_steps += 1
+        in_flight.trained(made, [f"uid_{name}" for name in names[replaced:]])
+        folder = tmp_path / "global_step_2"
+        folder.mkdir()
+        await made.save_checkpoint(str(folder))
+        feed.cancel()
+
+    async def rest(made) -> int:
+        feed, found = asyncio.ensure_future(made._feed_samples()), 0
+        while await made.pending_queue.get() is not None:
+            found += 1
+        await feed
+        return found
+
+    asyncio.run(start(rollouter_of(rollouter_class, tmp_path, True, total, required)))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    again = rollouter_of(rollouter_class, tmp_path, True, total, required)
+    assert again.total_rollout_steps == total + replaced  # what another replacement may still draw is what is left
+    assert asyncio.run(rest(again)) == total - 2 * BATCH
+
+
+def test_more_than_the_data_is_not_fed(rollouter_class, tmp_path):  # noqa: F811
+    """A prompt that failed near the end of the data found no other in its place."""
+    made = rollouter_of(rollouter_class, tmp_path, hooked=True)
+    in_flight_reissued.count_on(made, ExperienceBuffer(8, ended={Status.TRAINED: 6, Status.DROPPED: 2}))
+    assert (made.global_steps, made.total_rollout_steps) == (9, PROMPTS)
+
+
+def test_an_older_checkpoint_leaves_the_count_to_verl(rollouter_class, tmp_path):  # noqa: F811
+    made = rollouter_of(rollouter_class, tmp_path, hooked=True)
+    made.global_steps = 5
+    in_flight_reissued.count_on(made, ExperienceBuffer(8))
+    assert (made.global_steps, made.total_rollout_steps) == (5, PROMPTS)
 
 
 def test_a_checkpoint_without_ours_is_said(rollouter_class, tmp_path, capfd):  # noqa: F811

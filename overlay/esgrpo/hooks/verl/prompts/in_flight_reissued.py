@@ -95,6 +95,7 @@ def give_back(rollouter, folder: str, trained: int) -> None:
                 "in plain verl: the run is only observed (segment.enable=True gives them back)")
         return
     experience.buffer = found
+    count_on(rollouter, found)
     whole_samples.come_back(rollouter, folder)
     entries = found.waiting
     finished = sum(entry.responses for entry in entries)
@@ -104,3 +105,19 @@ def give_back(rollouter, folder: str, trained: int) -> None:
     if entries:
         owned.of(rollouter, owned.Restarted).lost = lost
         say(f"esgrpo: {reissued_words(**lost)}")
+
+
+def count_on(rollouter, buffer) -> None:
+    """The feed goes on from what was trained, towards as many prompts as the run was asked for.
+
+    verl counts versions times the configured batch, which is another number where overlap control moved the trigger,
+    and its limit begins without the prompts that had taken the place of others.
+    """
+    from esgrpo.algo.terms import Status
+
+    if buffer.unknown:  # an older checkpoint does not say how its prompts ended
+        return
+    gone = buffer.ends[Status.PRUNED] + buffer.ends[Status.DROPPED]
+    prompts = len(rollouter.train_dataloader) * rollouter.config.trainer.total_epochs
+    rollouter.global_steps = buffer.ends[Status.TRAINED] + gone + 1
+    rollouter.total_rollout_steps = min(rollouter.total_rollout_steps + gone, prompts)
