@@ -51,6 +51,27 @@ def test_late_advice_is_said_once_and_is_nothing(capfd):
     assert said.count("no answer to progress") == 1 and "segments keep their length" in said
 
 
+def test_advice_that_ray_cannot_bring_is_said_and_is_nothing(monkeypatch, capfd):
+    """A checkpoint asks a queue for gigabytes: where Ray has no room for them, they are generated again."""
+    exceptions = pytest.importorskip("ray").exceptions
+
+    def full(*_, **__):
+        raise exceptions.OutOfDiskError("no space left")
+
+    async def broken(error):
+        raise error
+
+    full_disk = exceptions.OutOfDiskError("no space left")
+    monkeypatch.setattr("ray.get", full)
+    assert asyncio.run(calls_with_deadline.answers_if_any([broken(full_disk)], "held", "generated again")) == []
+    assert calls_with_deadline.fetched_if_any([None], "take_windows", "lacks this version") == []
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split(" | ")[0].split(": ")[1] for line in said] == ["held", "take_windows"]
+    assert all("no space left" in line for line in said)
+    with pytest.raises(KeyError):  # an error of ours is no answer that is missing
+        asyncio.run(calls_with_deadline.answers_if_any([broken(KeyError("ours"))], "held", "generated again"))
+
+
 def server_with(cores: int):
     """A server whose engine never answers."""
     client = SimpleNamespace(call_utility_async=lambda *args: never(), core_engines=list(range(cores)),

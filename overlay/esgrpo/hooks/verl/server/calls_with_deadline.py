@@ -27,12 +27,19 @@ async def answers(calls, what: str) -> list:
 
 
 async def answers_if_any(calls, what: str, consequence: str) -> list:
-    """The same for advice and measurements, which must never cost a response: an empty list, said once, when late."""
+    """The same for advice and measurements, which must never cost a response: an empty list, said once, when an answer
+    is late or Ray has none: a server that is gone, no room to send it."""
     try:
         return await answers(calls, what)
     except EsgrpoError:
         say_late(what, consequence)
-        return []
+    except Exception as error:
+        import ray
+
+        if not isinstance(error, ray.exceptions.RayError):
+            raise
+        say_failed(what, error, consequence)
+    return []
 
 
 def fetched_if_any(references: list, what: str, consequence: str) -> list:
@@ -43,7 +50,9 @@ def fetched_if_any(references: list, what: str, consequence: str) -> list:
         return ray.get(references, timeout=ANSWER_DEADLINE_S)
     except ray.exceptions.GetTimeoutError:
         say_late(what, consequence)
-        return []
+    except ray.exceptions.RayError as error:
+        say_failed(what, error, consequence)
+    return []
 
 
 def say_late(what: str, consequence: str) -> None:
@@ -54,8 +63,11 @@ def say_late(what: str, consequence: str) -> None:
 
 
 def say_failed(what: str, error: Exception, consequence: str) -> None:
-    """The same of a call to any actor that failed or was late, as Ray says it: of a traceback the last line."""
+    """The same of a call to any actor that failed or was late, as Ray says it: of its explanations the first line, of
+    a traceback the last one."""
+    from ray.exceptions import RayTaskError
+
     if what not in said:
         said.add(what)
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        say(EsgrpoError(what, lines[-1], "an answer", consequence, "report this; the run goes on without"))
+        say(EsgrpoError(what, lines[-1 if isinstance(error, RayTaskError) else 0], "an answer", consequence, "report this; the run goes on without"))
