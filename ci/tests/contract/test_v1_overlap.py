@@ -38,8 +38,9 @@ def run_dir(tmp_path, monkeypatch):
     return str(tmp_path)
 
 
-def trainer(monkeypatch, controlled: bool, ahead: int = BATCH, mode: str = "separate_async"):
-    """verl's trainer with its replay buffer, before its first step; generation is the queue's dictionary."""
+def trainer(monkeypatch, controlled: bool, ahead: int = BATCH, mode: str = "separate_async", warmup: float = 0.0):
+    """verl's trainer with its replay buffer, before its first step; generation is the queue's dictionary. `warmup`: of
+    its configuration, where `ahead` prompts came out of a checkpoint."""
     from omegaconf import OmegaConf
     from verl.trainer.ppo.v1 import replay_buffer, trainer_separate_async
 
@@ -53,7 +54,8 @@ def trainer(monkeypatch, controlled: bool, ahead: int = BATCH, mode: str = "sepa
         "data": {"train_batch_size": BATCH, "gen_batch_size": 1}, "skip": {"rollout_tq": {"enable": False}},
         "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": MINI_BATCH},
                               "rollout": {"n": SIZE, "max_num_seqs": 256}},
-        "trainer": {"default_local_dir": ".", "resume_mode": "disable"}})
+        "trainer": {"default_local_dir": ".", "resume_mode": "disable",
+                    "v1": {"separate_async": {"num_warmup_batches": warmup or ahead / BATCH}}}})
     made.parameter_sync_step, made.current_mode = TRIGGERS, trainer_separate_async.HybridEngineMode.TRAINER
     made.train_dataloader_it = iter({"raw_prompt": np.array([number], dtype=object)} for number in itertools.count())
     made.agent_loop_manager = SimpleNamespace(generate_sequences=lambda batch: None)
@@ -166,6 +168,16 @@ def test_elsewhere_and_what_was_set_by_hand_stays(run_dir, monkeypatch, mode, fi
     for _ in range(8):
         step(made, SLOW_ROLLOUT)
     assert len(in_process(made)) == BATCH and records.read(run_dir, "moves") == []
+
+
+@pytest.mark.parametrize("ahead", [THRESHOLD, 2 * THRESHOLD])
+def test_what_a_checkpoint_brings_back_is_not_dropped_as_too_old(run_dir, monkeypatch, ahead):
+    """The threshold that left room for it was moved by the start that ended."""
+    dropped = []
+    for controlled in (True, False):  # plain verl is the negative control
+        made = trainer(monkeypatch, controlled, ahead=ahead * BATCH, warmup=1.0)
+        dropped.append(sum(step(made, SLOW_TRAINING) for _ in range(2 * ahead)))
+    assert dropped[0] == 0 < dropped[1]
 
 
 @pytest.mark.parametrize("rates", [SLOW_ROLLOUT, SLOW_TRAINING])

@@ -42,8 +42,11 @@ def around(call):
     if (trainer.trainer_mode != MODE or call.arguments.get("num_prompts") is not None
             or overlap_signals.STALENESS in config.facts()["overlap_fixed"]):
         return call()
-    at_weight_version(trainer)
     ahead = owned.of(trainer, owned.Ahead)
+    if ahead.threshold is None and movable_threshold(trainer):  # a checkpoint may bring back more than the warm-up
+        ahead.threshold = trainer.replay_buffer.max_off_policy_threshold
+        make_room(trainer, in_process(trainer) / trainer.config.data.train_batch_size)
+    at_weight_version(trainer)
     number, ahead.owed = overlap_signals.to_begin(trainer.config.data.train_batch_size, ahead.owed)
     return call(num_prompts=number)
 
@@ -104,23 +107,28 @@ def movable_threshold(trainer) -> bool:
             and overlap_signals.THRESHOLD not in config.facts()["overlap_fixed"])
 
 
-def _move(trainer, before, setting, limits) -> dict:
-    """The threshold first, or verl would drop as too old what was begun on purpose."""
+def make_room(trainer, staleness: float) -> dict:
+    """For so many batches in process, or verl would drop as too old what was begun on purpose."""
     from esgrpo.algo import overlap_signals
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.v1.prompts import carried_groups
 
-    ahead, buffer, also = owned.of(trainer, owned.Ahead), trainer.replay_buffer, {}
-    if movable_threshold(trainer):
-        ahead.threshold = ahead.threshold or buffer.max_off_policy_threshold
-        start = owned.of(trainer, owned.Overlap).controller.start
-        threshold = overlap_signals.threshold_for(ahead.threshold, start.staleness, setting.staleness)
-        # what was begun under a larger one may still be that old
-        threshold = max(buffer.max_off_policy_threshold, threshold)
-        also = {"max_off_policy_threshold": (buffer.max_off_policy_threshold, threshold)}
-        buffer.max_off_policy_threshold = threshold
-        pool = carried_groups.pool_of(trainer)
-        if pool is not None:
-            pool.threshold = buffer.max_off_policy_threshold
-    ahead.owed += overlap_signals.more_ahead(before, setting, limits)
+    buffer, warmup = trainer.replay_buffer, trainer.config.trainer.v1.separate_async.num_warmup_batches
+    before = buffer.max_off_policy_threshold
+    # what was begun under a larger one may still be that old
+    buffer.max_off_policy_threshold = max(before, overlap_signals.threshold_for(
+        owned.of(trainer, owned.Ahead).threshold, warmup, staleness))
+    pool = carried_groups.pool_of(trainer)
+    if pool is not None:
+        pool.threshold = buffer.max_off_policy_threshold
+    return {"max_off_policy_threshold": (before, buffer.max_off_policy_threshold)}
+
+
+def _move(trainer, before, setting, limits) -> dict:
+    """The room first."""
+    from esgrpo.algo import overlap_signals
+    from esgrpo.hooks.verl import owned
+
+    also = make_room(trainer, setting.staleness) if movable_threshold(trainer) else {}
+    owned.of(trainer, owned.Ahead).owed += overlap_signals.more_ahead(before, setting, limits)
     return also
