@@ -326,7 +326,7 @@ def _of(tossed: Tossed, rows: Sequence[int]) -> Tossed:
 
 
 def weighted_advantages(scores: torch.Tensor, pi: Sequence[float], size: int, pivot: float) -> torch.Tensor:
-    """Advantages of the kept rows of one group of `size` >= 2 sampled rows, their weights w = 1 / pi folded in.
+    """Advantages of the kept rows of one group of `size` sampled rows, their weights w = 1 / pi folded in.
 
     A_i = w_i (n - 1) / n * [(R_i - c) - 1 / (n - 1) * sum over kept j != i of w_j (R_j - c)]
 
@@ -337,12 +337,15 @@ def weighted_advantages(scores: torch.Tensor, pi: Sequence[float], size: int, pi
     has no bound either where what is left of a group agrees; and a denominator of the loss that counts kept tokens is
     correlated with the weights. The pivot c, any reward known before the group's first coin, changes nothing in that
     expectation and much in the variance: with c the common reward of the finished members, a group whose outcome was
-    foreseen has the advantage 0 in every row instead of on average. Bounded by max w max |R - c| (1 + max w).
+    foreseen has the advantage 0 in every row instead of on average. Bounded by max w max |R - c| (1 + max w). A row
+    that is left alone, since its siblings failed, gets verl's rule of one (mean 0): w R.
 
     The weight may sit in the advantage because pois, sais and all of verl's losses but clip_cov, kl_cov and dro are
     positively homogeneous in it. KL and entropy terms have no advantage and are not weighted.
     """
     weights = 1 / torch.tensor(pi, dtype=torch.float64, device=scores.device)
+    if size == 1:
+        return (weights * scores).to(scores.dtype)
     # the pivot is rounded like the rewards: an equal reward must give exactly 0
     centred = (scores - torch.tensor(pivot, dtype=scores.dtype, device=scores.device)).double()
     weighted = weights * centred

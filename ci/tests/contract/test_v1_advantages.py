@@ -54,6 +54,48 @@ def test_without_the_hook_it_counts_three_times():
     assert advantages(False, KEYS, REWARDS)[3] != pytest.approx(advantages(True, KEYS, REWARDS)[3])
 
 
+def predicted(monkeypatch, outputs: dict[str, list[int]]) -> dict[str, list[float]]:
+    """Advantages by session over all of its tokens, of a group in which two were predicted after four tokens; of each
+    session the tokens of its outputs."""
+    from verl.protocol import DataProto
+    from verl.trainer.ppo import core_algos, ray_trainer
+    from verl.trainer.ppo.v1 import utils
+
+    from esgrpo.hooks.verl.losses import grpo_segment
+
+    monkeypatch.setitem(core_algos.ADV_ESTIMATOR_REGISTRY, "grpo_segment", grpo_segment.grpo_segment)
+    monkeypatch.setattr(utils, "compute_advantage", wrapped(weighted_rows, ray_trainer.compute_advantage))
+    known = {"u_0": {"keep_probability": 0.5, "predicted_reward": 0.1, "tokens_at_decision": 4},
+             "u_1": {"keep_probability": 0.5, "predicted_reward": 0.2, "tokens_at_decision": 4, "outcome": "prune"}}
+    score = {"u_0": 1.0, "u_2": 1.0}
+    keys = [f"{session}_{number}" for session, lengths in outputs.items() for number in range(len(lengths))]
+    lengths = [length for of_session in outputs.values() for length in of_session]
+    mask = torch.tensor([[1.0] * length + [0.0] * (8 - length) for length in lengths])
+    rewards = torch.zeros_like(mask)
+    for row, key in enumerate(keys):
+        rewards[row, lengths[row] - 1] = score.get(key.rpartition("_")[0], 0.0)
+    plain = {"keep_probability": 1.0, "pivot": None, "outcome": "finish"}
+    monkeypatch.setattr(keep_probabilities, "_SUMMARIES", SimpleNamespace(get=lambda: {
+        key: plain | known.get(key.rpartition("_")[0], {}) for key in keys}))
+    data = DataProto.from_dict(tensors={"response_mask": mask, "token_level_rewards": rewards},
+                               non_tensors={"uid": np.array(["u"] * len(keys), dtype=object)})
+    function = wrapped(final_outputs, utils.compute_advantage_for_multi_trajectories)
+    result = function(data, batch_keys=keys, adv_estimator="grpo_segment", num_repeat=4,
+                      config={"norm_adv_by_std_in_grpo": False}).batch["advantages"]
+    found: dict[str, list[float]] = {}
+    for row, key in enumerate(keys):
+        assert not result[row, lengths[row]:].any()
+        found.setdefault(key.rpartition("_")[0], []).extend(result[row, :lengths[row]].tolist())
+    return found
+
+
+@pytest.mark.parametrize("split", [{"u_2": [3, 3]}, {"u_0": [3, 3]}, {"u_0": [5, 1]},
+                                   {"u_0": [1, 1, 4], "u_1": [2, 3]}])
+def test_outputs_of_a_session_are_its_response_cut_in_pieces(monkeypatch, split):
+    whole = predicted(monkeypatch, {"u_0": [6], "u_1": [5], "u_2": [6], "u_3": [6]})
+    assert whole["u_0"][3] != whole["u_0"][4] and whole["u_1"][4] == 0.0  # the tail has a weight of its own
+    assert predicted(monkeypatch, {"u_0": [6], "u_1": [5], "u_2": [6], "u_3": [6]} | split) == whole
+
 
 def weighted(queue, monkeypatch, hooked: bool):
     """verl's own _compute_advantage over two kept rows, the second one an exempted candidate with pi 0.5."""

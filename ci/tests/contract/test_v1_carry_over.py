@@ -18,7 +18,13 @@ import torch  # noqa: E402
 from ci.tests.contract.v1_scenes import Trainer  # noqa: E402
 from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl import owned  # noqa: E402
-from esgrpo.hooks.verl.v1.prompts import carried_checkpoint, carried_groups, failed_groups, reissued_groups  # noqa: E402
+from esgrpo.hooks.verl.v1.prompts import (  # noqa: E402
+    carried_checkpoint,
+    carried_groups,
+    drawn_prompts,
+    failed_groups,
+    reissued_groups,
+)
 from esgrpo.records import read  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -67,16 +73,20 @@ def test_a_group_that_vanishes_is_counted_and_named_once(queue, tmp_path, monkey
     ("sync", "failure"),  # every session raised: verl pads what is missing downstream
     ("sync", "finished"), ("colocate_async", "finished"), ("separate_async", "finished"),  # "Empty output for prompt"
 ])
-def test_a_group_without_rows_does_not_stop_the_run(queue, tmp_path, capfd, trainer_mode, status):
+def test_a_group_without_rows_does_not_stop_the_run(queue, tmp_path, monkeypatch, capfd, trainer_mode, status):
+    monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     trainer = Trainer(queue, tmp_path, threshold=None, trainer_mode=trainer_mode)
-    seen = []
+    seen, without = [], []
     for _ in range(2):
         names = trainer.submit(2)
+        drawn_prompts.record(trainer, {"uid": names, "raw_prompt": names})
+        without.append((names[1], "empty"))
         trainer.complete(names[0])
         trainer.end_without_rows(names[1], status=status)
         seen.append(trainer.step(2))
     assert [(step["trained"], step["empty"], step["gone"], step["carried"]) for step in seen] == [(1, 1, 0, 0)] * 2
     assert "g1) ended without a row" in capfd.readouterr().err
+    assert [(row["group"], row["reason"]) for row in read(str(tmp_path), "evicted")] == without  # no surplus
 
 
 def test_a_group_that_fails_in_an_asynchronous_mode_is_counted(queue, tmp_path):

@@ -63,6 +63,14 @@ def test_with_nobody_pruned_and_no_weight_it_is_the_mean_baseline():
     assert torch.allclose(ours, scores - scores.mean(), atol=1e-15)
 
 
+def test_a_weighted_row_whose_siblings_failed_gets_the_rule_of_one():
+    """verl's v1 may hand on what is left of a group."""
+    rewards, mask = torch.tensor([[0.0, 1.0]]), torch.ones(1, 2)
+    tossed = Tossed([0.25], [0.0])
+    found = losses.grpo_segment_advantage(rewards, mask, ["u"], norm_by_std=False, tossed=tossed)
+    assert found.tolist() == [[4.0, 4.0]]
+
+
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1.0])
 def test_a_foreseen_group_has_no_gradient_at_all(reward):
     """float32 rewards against a Python pivot: 0.1 must meet 0.1."""

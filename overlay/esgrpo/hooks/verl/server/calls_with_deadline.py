@@ -70,4 +70,5 @@ def say_failed(what: str, error: Exception, consequence: str) -> None:
     if what not in said:
         said.add(what)
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        say(EsgrpoError(what, lines[-1 if isinstance(error, RayTaskError) else 0], "an answer", consequence, "report this; the run goes on without"))
+        line = lines[-1] if isinstance(error, RayTaskError) else lines[0]
+        say(EsgrpoError(what, line, "an answer", consequence, "report this; the run goes on without"))

@@ -68,6 +68,7 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     from esgrpo import records
     from esgrpo.algo.carry_over import EMPTY, CarryOverError, Waiting
     from esgrpo.algo.rows import Carry, Evicted
+    from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.v1.prompts.failed_groups import take_evicted
     from esgrpo.hooks.verl.v1.rows.queue_rows import final_keys, group_of, real_keys
 
@@ -94,6 +95,7 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     say_odd(trainer, odd)
     for group in new:
         records.write(Evicted(group=group, reason=EMPTY))
+    owned.of(trainer, owned.Drawn).open -= empty.keys()  # they have ended, once
     partial = sum(size != trainer.config.actor_rollout_ref.rollout.n for size in sizes.values())
     records.write(Carry(step=version, groups=trained, waiting={g: w.born for g, w in waiting.items()}, partial=partial,
                         odd=odd, **vars(step)))

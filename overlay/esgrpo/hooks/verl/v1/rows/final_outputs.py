@@ -31,15 +31,26 @@ def around(call):
 
 
 def of_final_outputs(call, keys, final):
-    """Advantages of the final rows, given to every output of the same session under that output's own mask."""
+    """Advantages of sessions, each as one row with the reward of its final output and the tokens of all its outputs,
+    one behind the other: what was decided in the middle of a response counts these."""
     import torch
 
     data = call.arguments["data"]
-    rows = {key: index for index, key in enumerate(keys)}
-    part = call(data=data.select_idxs([rows[key] for key in final]), batch_keys=final)
-    first = part.batch["response_mask"].argmax(dim=1)
-    scores = part.batch["advantages"][torch.arange(len(final)), first]
-    place = {key.rpartition("_")[0]: index for index, key in enumerate(final)}
-    spread = scores[[place[key.rpartition("_")[0]] for key in keys]].unsqueeze(-1) * data.batch["response_mask"]
-    data.batch["advantages"] = data.batch["returns"] = spread
+    mask, place = data.batch["response_mask"], {key: row for row, key in enumerate(keys)}
+    outputs: dict[str, list[str]] = {}
+    for key in sorted(keys, key=lambda key: int(key.rpartition("_")[2])):
+        outputs.setdefault(key.rpartition("_")[0], []).append(key)
+    part, width = data.select_idxs([place[key] for key in final]), mask.shape[1]
+    wide = width * max(map(len, outputs.values()))
+    part.batch["response_mask"] = mask.new_zeros(len(final), wide)
+    part.batch["token_level_rewards"] = torch.nn.functional.pad(part.batch["token_level_rewards"],
+                                                                (0, wide - width))
+    windows = {key: (session, slice(number * width, (number + 1) * width))
+               for session, last in enumerate(final)
+               for number, key in enumerate(outputs[last.rpartition("_")[0]])}
+    for key, window in windows.items():
+        part.batch["response_mask"][window] = mask[place[key]]
+    found = call(data=part, batch_keys=final).batch["advantages"]
+    advantages = torch.stack([found[windows[key]] for key in keys])
+    data.batch["advantages"] = data.batch["returns"] = advantages
     return data
