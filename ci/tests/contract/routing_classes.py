@@ -72,13 +72,14 @@ def kwargs_of(batch):
 
 
 def row(agent_loop, tokens, member):
-    """One response; member 0 was pruned after half, member 1 is wrong."""
+    """One response; member 0 was cut after half by a verdict, member 1 is wrong."""
     import torch
 
     outcome, count = ("prune", tokens // 2) if member == 0 else ("finish", tokens)
     ones, pad = torch.ones(1, count, dtype=torch.long), torch.zeros(1, BUDGET - count, dtype=torch.long)
     mask = torch.cat([ones, pad], dim=1)
-    summary = {"tokens": count, "outcome": outcome, "rule": "", "spans": [[5, count]], "group": "g", "member": member}
+    summary = {"tokens": count, "outcome": outcome, "rule": "verdict" if member == 0 else "", "predicted": 0.1,
+               "spans": [[5, count]], "group": "g", "member": member}
     return agent_loop._InternalAgentLoopOutput(
         prompt_ids=torch.ones(1, 2, dtype=torch.long), response_ids=mask, response_mask=mask,
         attention_mask=torch.cat([torch.ones(1, 2, dtype=torch.long), mask], dim=1),

@@ -103,11 +103,11 @@ def test_every_row_gets_the_forecast_as_a_keyword_argument(routed):
     assert all(row is None for rows in routed["plain"]["rollouter"]["forecasts"] for row in rows)
 
 
-def test_pruned_rows_say_nothing_of_correctness(routed):
-    """Two visits of three judged rows each, one of them wrong, the first visit counting 0.8."""
+def test_a_row_that_was_cut_is_as_correct_as_predicted_whatever_its_reward(routed):
+    """Two visits of three judged rows each, one of them wrong, and of one that was cut; the first counts 0.8."""
     seen = routed["seen"]["rollouter"]
     counted = [now - before for now, before in zip(seen["posterior"], seen["prior"], strict=True)]
-    assert counted == pytest.approx([1.8 * 2, 1.8 * 1])
+    assert counted == pytest.approx([1.8 * 2.1, 1.8 * 1.9])
 
 
 @pytest.mark.hook("history-saved-at-end", "rollouter-windows")

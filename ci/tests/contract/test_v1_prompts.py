@@ -179,12 +179,14 @@ def test_plain_verl_tells_nobody(prepared):
     assert seen == [] and queue.reads == []
 
 
-def test_pruned_rows_and_rewards_that_come_later_say_nothing(prepared):
+def test_the_reward_of_a_pruned_row_says_nothing_nor_does_one_that_comes_later(prepared):
     queue, trainer, seen = buffer_of(prepared, "ReplayBuffer")
-    queue.finish("a", 1, [1.0], esgrpo={"outcome": "prune"})
+    queue.finish("a", 1, [1.0], esgrpo={"outcome": "prune", "rule": "enough", "predicted": 0.5})
+    queue.finish("v", 3, [1.0], esgrpo={"outcome": "prune", "rule": "verdict", "predicted": 0.1})
     queue.finish("b", 2, [0.2], reward_extra_info={"acc": True}, esgrpo={"outcome": "finish"})
     trainer.replay_buffer._sync_metadata_from_transfer_queue()
-    assert {args[0]: args[2:4] for args in seen} == {owners.key(1): ([None], [True]), owners.key(2): ([True], [False])}
+    assert {args[0]: args[2:4] for args in seen} == {owners.key(1): ([None], [True]), owners.key(2): ([True], [False]),
+                                                     owners.key(3): ([0.1], [True])}
     queue, trainer, seen = buffer_of(prepared, "ReplayBuffer", hook=False, rewarded=False)
     queue.finish("c", 3, [1.0])
     trainer.replay_buffer._sync_metadata_from_transfer_queue()

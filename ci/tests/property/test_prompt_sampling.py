@@ -120,6 +120,19 @@ def test_a_prompt_that_was_just_taken_counts_for_less():
     assert distinct(30.0) == 30 > distinct(1.0)
 
 
+def test_a_copy_rests_with_its_prompt():
+    """Every second row of the data set is a copy of the one before it."""
+    def repeats(key_of):
+        history = Counts({"0": (1.0, 2.0), "1": (1.0, 2.0)})  # far better than all others, which are solved
+        history.seen.update({str(n): (1e3, 1.0) for n in range(2, 60)})
+        mine = PromptSampler(config.Sampler(enable=True, candidates=60, uniform=0.0), history, random.Random(1), 60,
+                             key_of, RESPONSES)
+        taken = [str(n - n % 2) for n in (mine.take(0) for _ in range(300))]
+        return sum(taken[at] in taken[max(0, at - mine.rest):at] for at in range(len(taken)))
+
+    assert repeats(lambda n: str(n - n % 2)) == 0 < repeats(str)  # as rows of their own they come too soon
+
+
 @given(st.integers(0, 10_000))
 def test_one_seed_one_sequence(seed):
     first, second = sampler(7, seed), sampler(7, seed)
@@ -139,7 +152,8 @@ def test_a_restart_is_not_seen():
 
 
 @pytest.mark.parametrize("damage", [{"prompts": 6}, {"state_version": 9}, {"eligible": [0, 0, 1, 2, 3]},
-                                    {"resting": [0, 1, 2, 3, 4, 5]}, {"last": [0] * 4}, {"last": [7] * 5}])
+                                    {"resting": [0, 1, 2, 3, 4, 5]}, {"last": dict.fromkeys("012345", 0)},
+                                    {"last": {"0": 7}}, {"last": {"0": -1}}])
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage):
     mine = sampler(5)
     mine.take(0)
@@ -231,5 +245,6 @@ def test_reports():
 
 
 def test_unknown_outcomes_say_nothing():
-    assert has_gradient([True, False]) and has_gradient([None, 1, 0])
+    assert has_gradient([True, False]) and has_gradient([None, 1, 0]) and has_gradient([True, 0.1])
+    assert not has_gradient([False, 0.1])
     assert not has_gradient([]) and not has_gradient([True, None]) and not has_gradient(itertools.repeat(False, 3))

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from esgrpo.algo.correctness_prior import LEAST_PARAMETER, WINDOW, CorrectnessPrior
+from esgrpo.algo.correctness_prior import LEAST_PARAMETER, WINDOW, CorrectnessPrior, pairs
 
 
 def fitted(alpha, beta, visits=900, sizes=(8,), seed=3, before=None) -> CorrectnessPrior:
@@ -67,3 +67,11 @@ def test_old_visits_fade():
 def test_a_prompt_that_failed_eight_times_is_given_up_sooner_than_under_a_flat_prior():
     alpha, beta = fitted(0.3, 0.4).parameters()
     assert alpha / (alpha + beta + 8) < 0.05 < 1 / (1 + 1 + 8)
+
+
+def test_pairs_of_predicted_responses_are_what_is_to_be_expected_of_their_outcomes():
+    chances = [1.0, 1.0, 0.1, 0.4, 0.0]
+    doubt = sum(chance * (1 - chance) for chance in chances)
+    every = [a * b for i, a in enumerate(chances) for j, b in enumerate(chances) if i != j]
+    assert pairs(sum(chances), len(chances), doubt) == pytest.approx(statistics.mean(every))
+    assert pairs(0.3, 3, 3 * 0.1 * 0.9) == pytest.approx(0.01)  # without the doubt it would be below 0

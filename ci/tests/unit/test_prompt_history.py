@@ -11,7 +11,8 @@ import pytest
 from esgrpo import config
 from esgrpo.algo import lengths
 from esgrpo.algo.calibration import Calibration, ranks, spearman
-from esgrpo.algo.history import PromptHistory, prompt_key
+from esgrpo.algo.history import PromptHistory, chance_of_correct, prompt_key
+from esgrpo.algo.prompt_sampling import expected_gain
 
 MEDIAN, PROMPT_SIGMA, SAMPLE_SIGMA = 1160, 0.81, 0.57  # TailSieve's trace
 GROUP = 8
@@ -208,6 +209,28 @@ def test_beta_decays_at_each_visit_and_between_them():
     assert told.posterior("a", 10) == pytest.approx((alpha + 0.8 * 0.5 * 2 + 2, beta + 0.8 * 0.5 * 1))
     forecast = told.forecast("a", 10)
     assert (forecast["alpha"], forecast["beta"]) == told.posterior("a", 10)
+
+
+@pytest.mark.parametrize("outcome, rule, full, chance", [
+    ("finish", "", False, True), ("finish", "", True, True), (None, "", False, True), ("abort", "", True, True),
+    ("prune", "verdict", False, 0.1), ("prune", "repetition", False, 0.1),  # cut for what they had shown themselves
+    ("prune", "enough", False, None), ("prune", "resolved", False, None), ("abort", "", False, None)])
+def test_what_a_response_says_of_its_prompt(outcome, rule, full, chance):
+    assert chance_of_correct({"outcome": outcome, "rule": rule, "predicted": 0.1}, True, full) == chance
+    assert chance_of_correct(None, False, full) is False  # no hook: it counts as whole
+
+
+def test_a_prompt_whose_wrong_responses_are_cut_is_not_taken_for_a_solved_one():
+    told, whole_ = history(), dict(lengths=[10] * 8, capped=[False] * 8)
+    for prompt, correct in (("solved", [True] * 8), ("cut", [True] * 6 + [0.1] * 2), ("seen", [True] * 6 + [False] * 2),
+                            ("unheard", [True] * 6 + [None] * 2)):
+        told.observe("first of all", [10], [None], [False])
+        told.observe(prompt, correct=correct, **whole_)
+    prior = told.posterior("unknown")
+    assert told.posterior("cut") == pytest.approx((prior[0] + 6.2, prior[1] + 1.8))
+    gains = {prompt: expected_gain(*told.posterior(prompt)) for prompt in ("solved", "cut", "seen", "unheard")}
+    assert gains["cut"] > 0.8 * gains["seen"] > 3 * gains["solved"]
+    assert gains["unheard"] < 2 * gains["solved"]  # what leaving them out would say
 
 
 def test_lists_that_do_not_fit_are_refused_and_an_empty_visit_is_none():

@@ -19,6 +19,12 @@ LEAST_CORRELATION, MOST_CORRELATION = 0.02, 0.9  # of two responses to one promp
 LEAST_PARAMETER = 0.05
 
 
+def pairs(right: float, judged: int, doubt: float) -> float:
+    """Mean of p_i p_j over the pairs of `judged` responses of which `right` are the sum of p, and `doubt` of p (1 - p).
+    """
+    return (right * (right - 1) + doubt) / (judged * (judged - 1))
+
+
 @dataclass
 class CorrectnessPrior:
     """Sums over first visits, decayed: their number, of k / n, of k (k - 1) / (n (n - 1))."""
@@ -27,14 +33,15 @@ class CorrectnessPrior:
     mean: float = 0.0
     square: float = 0.0
 
-    def add(self, right: int, judged: int) -> None:
-        """One prompt's first visit: `right` of `judged` responses were correct. A single response has no pairs."""
+    def add(self, right: float, judged: int, doubt: float = 0.0) -> None:
+        """One prompt's first visit: `right` of `judged` responses were correct, some of them as predicted; `doubt` is
+        the variance of these. A single response has no pairs."""
         if judged < 2:
             return
         kept = 1.0 - 1.0 / WINDOW
         self.visits = kept * self.visits + 1.0
         self.mean = kept * self.mean + right / judged
-        self.square = kept * self.square + right * (right - 1) / (judged * (judged - 1))
+        self.square = kept * self.square + pairs(right, judged, doubt)
 
     def parameters(self) -> tuple[float, float]:
         """(alpha, beta) of a prompt never seen."""

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from esgrpo.algo.correctness_prior import CorrectnessPrior
@@ -28,7 +28,7 @@ from esgrpo.algo.lengths import (
 )
 from esgrpo.algo.prompt_prior import PromptPrior
 from esgrpo.algo.routing import BODY, length_class
-from esgrpo.algo.terms import Outcome
+from esgrpo.algo.terms import Outcome, Rule
 from esgrpo.config import History, Routing
 
 STATE_VERSION = 1
@@ -45,6 +45,7 @@ DECIMALS = 4  # of the saved state
 # beyond these a saved state is damaged
 MOST_RESPONSES = 1e9  # of one prompt
 MOST_VERSIONS = 10**12
+CUT_FOR_ITSELF = (Rule.REPETITION, Rule.VERDICT)
 
 
 def prompt_key(raw_prompt) -> str:
@@ -70,6 +71,18 @@ def came_to_its_end(outcome: str | None, full: bool) -> bool:
     None: nobody knows, there was no hook; it then counts as whole.
     """
     return outcome != Outcome.PRUNE and (full or outcome != Outcome.ABORT)
+
+
+def chance_of_correct(summary: Mapping | None, correct: bool | None, full: bool) -> float | None:
+    """What a response says of its prompt: `correct` where it came to its end, and for one that was cut for what it had
+    shown itself the prediction of the rule that cut it, or a prompt whose wrong responses are cut would look solved.
+
+    None: nothing, as one that was cut for what its siblings had shown. `summary`: of its row.
+    """
+    row = summary or {}
+    if came_to_its_end(row.get("outcome"), full):
+        return correct
+    return row.get("predicted") if row.get("rule") in CUT_FOR_ITSELF else None
 
 
 @dataclass
@@ -125,10 +138,11 @@ class PromptHistory:
             return Entry()
         return entry.decayed(0.5 ** (max(0, now - entry.seen) / self.settings.half_life))
 
-    def observe(self, key: str, lengths: Sequence[int], correct: Sequence[bool | None], capped: Sequence[bool],
+    def observe(self, key: str, lengths: Sequence[int], correct: Sequence[float | None], capped: Sequence[bool],
                 version: int | None = None, features: Sequence[int] = ()) -> None:
-        """One visit: tokens of each response, whether it was correct (None: nobody knows), and whether its length is
-        only a lower bound. Raises ValueError when the three differ in length. `features` are of prompt_prior."""
+        """One visit: tokens of each response, whether it was correct (a probability where that is only predicted, None:
+        nobody knows), and whether its length is only a lower bound. Raises ValueError when the three differ in length.
+        `features` are of prompt_prior."""
         if not len(lengths) == len(correct) == len(capped):
             raise ValueError(f"{len(lengths)} lengths, {len(correct)} verdicts, {len(capped)} caps")
         now = self._advance(version)
@@ -140,11 +154,12 @@ class PromptHistory:
         group, imputed = self._visit(entry.lengths, whole, bounds)
         self.lengths.add(group, whole + imputed)
         self._globals = None
-        right = sum(verdict is not None and bool(verdict) for verdict in correct)
-        judged = sum(verdict is not None for verdict in correct)
+        chances = [float(chance) for chance in correct if chance is not None]
+        right, judged = sum(chances), len(chances)
         if key not in self._prompts:
-            self.texts.learn(features, right, judged, self.correctness)
-            self.correctness.add(right, judged)
+            doubt = sum(chance * (1.0 - chance) for chance in chances)
+            self.texts.learn(features, right, judged, self.correctness, doubt)
+            self.correctness.add(right, judged, doubt)
         self._prompts[key] = Entry(entry.lengths.joined(group), entry.correct + right, entry.wrong + judged - right,
                                    now)
         self._prompts.move_to_end(key)

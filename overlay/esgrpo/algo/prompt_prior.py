@@ -22,7 +22,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from esgrpo.algo.correctness_prior import LEAST_CORRELATION, LEAST_PARAMETER, MOST_CORRELATION, CorrectnessPrior
+from esgrpo.algo.correctness_prior import (
+    LEAST_CORRELATION,
+    LEAST_PARAMETER,
+    MOST_CORRELATION,
+    CorrectnessPrior,
+    pairs,
+)
 
 BUCKETS = 4096  # of hashed features; an index fits into two bytes
 MOST_WORDS = 24  # words and pairs of words of one prompt: those with the smallest hashes, alike in every prompt
@@ -53,7 +59,7 @@ def _log_beta(a: float, b: float) -> float:
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
-def log_likelihood(right: int, judged: int, alpha: float, beta: float) -> float:
+def log_likelihood(right: float, judged: int, alpha: float, beta: float) -> float:
     """Of `right` among `judged` responses in a given order when P(correct) ~ Beta(alpha, beta), nats."""
     return _log_beta(alpha + right, beta + judged - right) - _log_beta(alpha, beta)
 
@@ -93,8 +99,10 @@ class PromptPrior:
         total = 1.0 / min(MOST_CORRELATION, max(LEAST_CORRELATION, correlation)) - 1.0
         return max(LEAST_PARAMETER, mean * total), max(LEAST_PARAMETER, (1.0 - mean) * total)
 
-    def learn(self, features: Sequence[int], right: int, judged: int, base: CorrectnessPrior) -> None:
-        """One prompt's first visit, to be called before `base` learns of it: predict, compare, then learn."""
+    def learn(self, features: Sequence[int], right: float, judged: int, base: CorrectnessPrior,
+              doubt: float = 0.0) -> None:
+        """One prompt's first visit (as of `CorrectnessPrior.add`), to be called before `base` learns of it: predict,
+        compare, then learn."""
         if judged < 2 or not features:
             return
         ours, theirs = self.parameters(features, base), base.parameters()
@@ -102,9 +110,8 @@ class PromptPrior:
         ratio = log_likelihood(right, judged, *ours) - log_likelihood(right, judged, *theirs)
         self.evidence = kept * self.evidence + ratio
         mean, share = self.mean(features, theirs[0] / sum(theirs)), right / judged
-        pairs = right * (right - 1) / (judged * (judged - 1))
         self.visits = kept * self.visits + 1.0
-        self.spread = max(0.0, kept * self.spread + pairs - 2.0 * mean * share + mean * mean)
+        self.spread = max(0.0, kept * self.spread + pairs(right, judged, doubt) - 2.0 * mean * share + mean * mean)
         self.room = kept * self.room + mean * (1.0 - mean)
         scale = 1.0 / math.sqrt(len(features))
         for index in features:

@@ -8,7 +8,8 @@ equations and constants could not be read: the posterior comes decayed from the 
 Here the gain is its mean under the posterior (`choice=expected`): a sampled p of a prompt with few visits is mostly
 noise, and what a prior fitted to the data set and to prompts' texts says of it is not (bench.prompt_sampling).
 Selection alone would take the best prompts over and over, so a prompt that was taken rests, and after that counts for
-less until RECOVERY_SHARE of the data set's size have been taken after it. Pure: the random generator is injected.
+less until RECOVERY_SHARE of the data set's size have been taken after it; so do its copies in the data set. Pure: the
+random generator is injected.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ REST_SHARE = 0.1  # of the prompts: however good a prompt is, so many others com
 RECOVERY_SHARE = 0.75  # of the prompts: a longer one repeats less and finds less gradient (bench.prompt_sampling)
 MOST_IN_AN_EPOCH = 10  # what REST_SHARE implies: takes of one prompt are more than a tenth of the prompts apart
 EXPECTED = "expected"  # of settings.choice
-NEVER = -1  # take of a prompt that was not taken yet
 REPORT_WINDOW = 1000  # groups that the reported shares are computed from
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 def gain(p: float) -> float:
@@ -52,8 +52,9 @@ def gradient_probability(alpha: float, beta: float, responses: int) -> float:
 
 
 def has_gradient(correct: Iterable) -> bool:
-    """True when responses of both kinds are among these; None (unknown, for instance pruned) says nothing."""
-    return len({bool(value) for value in correct if value is not None}) > 1
+    """True when responses of both kinds are among these, a predicted one as what is likelier; None (unknown) says
+    nothing."""
+    return len({chance > 0.5 for chance in correct if chance is not None}) > 1
 
 
 class PromptSampler:
@@ -78,7 +79,8 @@ class PromptSampler:
         self.rest, self.recovery = int(prompts * REST_SHARE), max(1.0, prompts * RECOVERY_SHARE)
         self.eligible = list(range(prompts))
         self.resting: deque[int] = deque()
-        self.taken, self._last = 0, [NEVER] * prompts  # number of the last take, of every prompt
+        self.taken = 0
+        self._last: dict[str, int] = {}  # key -> number of the last take of it or a copy
         self._recent: deque[int] = deque()  # the last `prompts` takes
         self._counts: Counter[int] = Counter()  # of what stands in _recent
         self._unseen: deque[bool] = deque(maxlen=REPORT_WINDOW)
@@ -111,9 +113,9 @@ class PromptSampler:
         worths, known = {}, set()
         for place in self._candidates():
             number = self.eligible[place]
-            alpha, beta = self.history.posterior(self.key_of(number), version, self.features_of(number))
-            last = self._last[number]
-            recovered = 1.0 if last == NEVER else min(1.0, (self.taken - last) / self.recovery)
+            key = self.key_of(number)
+            alpha, beta = self.history.posterior(key, version, self.features_of(number))
+            recovered = self._recovered(key)
             expected = self.settings.choice == EXPECTED
             worths[place] = recovered * (expected_gain(alpha, beta) if expected
                                          else gain(self.rng.betavariate(alpha, beta)))
@@ -121,9 +123,16 @@ class PromptSampler:
         self._tally["chosen"] += len(known) > 1
         return max(worths, key=worths.__getitem__)
 
+    def _recovered(self, key: str) -> float:
+        """What a prompt counts: 0 to 1. One that rests is not eligible, but a copy of it may be."""
+        if key not in self._last:
+            return 1.0
+        since = self.taken - self._last[key]
+        return 0.0 if since <= self.rest else min(1.0, since / self.recovery)
+
     def _note(self, number: int, version: int | None) -> None:
         key = self.key_of(number)
-        self._last[number] = self.taken
+        self._last[key] = self.taken
         self.taken += 1
         self._recent.append(number)
         self._counts[number] += 1
@@ -175,7 +184,7 @@ class PromptSampler:
         """JSON-able. What is reported is not kept: groups in flight are lost at a restart, and their outcomes too."""
         kind, words, gauss = self.rng.getstate()
         return {"state_version": STATE_VERSION, "prompts": self.prompts, "taken": self.taken,
-                "eligible": list(self.eligible), "resting": list(self.resting), "last": list(self._last),
+                "eligible": list(self.eligible), "resting": list(self.resting), "last": dict(self._last),
                 "rng": [kind, list(words), gauss]}
 
     def restore(self, state: dict) -> None:
@@ -185,10 +194,10 @@ class PromptSampler:
             raise ValueError(f"state version {found[0]} of {found[1]} prompts, "
                              f"wanted version {STATE_VERSION} of {self.prompts} prompts")
         eligible, resting = list(state["eligible"]), deque(state["resting"])
-        last = list(state["last"])
+        last = {str(key): int(take) for key, take in dict(state["last"]).items()}
         if sorted([*eligible, *resting]) != list(range(self.prompts)) or len(resting) > self.rest:
             raise ValueError(f"{len(eligible)} eligible and {len(resting)} resting prompts do not make up the data")
-        if len(last) != self.prompts or not all(NEVER <= take < state["taken"] for take in last):
+        if len(last) > self.prompts or not all(0 <= take < state["taken"] for take in last.values()):
             raise ValueError(f"last takes of {len(last)} prompts do not fit {state['taken']} takes")
         kind, words, gauss = state["rng"]
         self.rng.setstate((kind, tuple(words), gauss))

@@ -74,13 +74,14 @@ def learn(owner, sample, visit: tuple[str, dict] | None) -> None:
 
 
 def outcomes(batch) -> list[dict]:
-    """What each response says: tokens, correct (None: nothing), capped (the length is a lower bound), version.
+    """What each response says: tokens, correct (a probability; None: nothing), capped (the length is a lower bound),
+    version.
 
-    A response that filled the budget or was cut is capped. Only one that was not cut (`ended`) says whether it is
-    correct: the reward of a shortened response is that of another one.
+    A response that filled the budget or was cut is capped. Only one that was not cut (`ended`) says by its reward
+    whether it is correct: the reward of a shortened response is that of another one.
     """
     from esgrpo import config
-    from esgrpo.algo.history import came_to_its_end
+    from esgrpo.algo.history import came_to_its_end, chance_of_correct
     from esgrpo.losses import correct_rows
 
     tensors, extra = batch.batch, batch.non_tensor_batch
@@ -93,7 +94,7 @@ def outcomes(batch) -> list[dict]:
     rows = []
     for summary, full, verdict in zip(extra["esgrpo"], filled, verdicts, strict=True):
         ended = came_to_its_end(summary["outcome"], full)
-        rows.append({"tokens": summary["tokens"], "ended": ended, "correct": verdict if ended else None,
+        rows.append({"tokens": summary["tokens"], "ended": ended, "correct": chance_of_correct(summary, verdict, full),
                      "capped": full or not ended, "version": max([-1, *(span[0] for span in summary["spans"])])})
     return rows
 

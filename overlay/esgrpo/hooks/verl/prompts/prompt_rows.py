@@ -16,10 +16,10 @@ def forecasts(owner, raw_prompts, version) -> list[dict]:
 def observe(owner, raw_prompt, rows: list[dict], version) -> None:
     """One group. Each row: tokens, score (None: no reward yet), acc (None: the score decides), summary (None: unknown).
 
-    A response that did not come to its own end says nothing about correctness, and its length is a lower bound, as it
-    is for one that filled the response budget.
+    The length of a response that did not come to its own end is a lower bound, as it is for one that filled the
+    response budget.
     """
-    from esgrpo.algo.history import came_to_its_end, prompt_key
+    from esgrpo.algo.history import came_to_its_end, chance_of_correct, prompt_key
     from esgrpo.hooks.verl.prompts.prompt_history import history_of
 
     budget = owner.config.data.max_response_length
@@ -27,7 +27,7 @@ def observe(owner, raw_prompt, rows: list[dict], version) -> None:
     for row in rows:
         full = row["tokens"] >= budget
         ended = came_to_its_end((row["summary"] or {}).get("outcome"), full)
-        correct.append(_correct(row) if ended and row["score"] is not None else None)
+        correct.append(chance_of_correct(row["summary"], None if row["score"] is None else _correct(row), full))
         capped.append(full or not ended)
     history_of(owner).observe(prompt_key(raw_prompt), [row["tokens"] for row in rows], correct, capped, version)
 
