@@ -27,6 +27,12 @@ def test_the_gate_opens_where_the_score_knows():
     assert right_gate().why_shut() == ""
 
 
+def tell(gate, candidates):
+    """So many more were seen: what each stands for, and whether it was correct."""
+    for share, correct in candidates:
+        gate.learn(Outcome(100, correct, 1.0, 0.01, share, 0.0))
+
+
 @pytest.mark.parametrize(("spoil", "why"), [
     (lambda gate: setattr(gate, "outcomes", 499), "too few outcomes"),
     (lambda gate: gate.falses[FIRST].extend([(1.0, True)] * 5), "false cuts"),
@@ -46,7 +52,7 @@ def test_any_of_four_conditions_shuts_it(spoil, why):
     (lambda gate: None, ""),
     (lambda gate: setattr(gate, "outcomes", 499), "too few outcomes"),
     (lambda gate: gate.falses[FIRST].clear(), "false cuts: 0 candidates seen to their end, wanted 20"),
-    (lambda gate: gate.falses[FIRST].extend([(1.0, True)] * 10), "false cuts: up to 32% of 40 candidates, allowed 15%"),
+    (lambda gate: tell(gate, 10 * [(1.0, True)]), "false cuts: up to 32% of 40 candidates, allowed 15%"),
     (lambda gate: setattr(gate, "evidence", 2.9), "no better than length: 2.9 nats, wanted 3.0"),
     (lambda gate: gate.lost.extend([(100, 1.0, 0.01)] * 50), "correct responses lost: up to 10% of all, allowed 5%"),
     (lambda gate: gate.lost.extend([(9999, 1.0, 0.01)] * 15),
@@ -87,8 +93,23 @@ def test_a_candidate_that_stands_for_many_proves_no_more_than_one():
     one_heavy.falses[FIRST].extend([(0.01, False)] * 39 + [(1.0, False)])
     assert even.false_bound() == pytest.approx(scaled.false_bound()) == pytest.approx(1 / 41)  # z = 1: z^2 / (n + z^2)
     assert one_heavy.false_bound() > 0.3 and even.false_rate() == one_heavy.false_rate() == 0.0
-    one_heavy.falses[FIRST].append((1.0, True))  # the oldest of the light ones goes
-    assert one_heavy.false_rate() == pytest.approx(1.0 / 2.38)
+    tell(one_heavy, [(1.0, True)])
+    assert one_heavy.false_rate() == pytest.approx(1.0 / 2.39)
+
+
+def test_as_much_is_remembered_whatever_each_stands_for():
+    """Candidates of dead groups that nobody tossed a coin for do not push out what the coin let be seen."""
+    gate = Gate(Settings())
+    tell(gate, 10 * [(1.0, True)] + 20 * [(1.0, False)])
+    proven = gate.false_bound()
+    tell(gate, 40 * [(0.125, False)])
+    assert len(gate.falses[FIRST]) == 70 and proven > gate.false_bound() > 0.85 * proven
+    tell(gate, 100 * [(0.125, False)])
+    # the oldest goes when those behind it are enough
+    assert sum(share for share, _ in gate.falses[FIRST]) == 40.5
+    assert gate.falses[FIRST][0] == (1.0, True) and len(gate.falses[FIRST]) == 163
+    tell(gate, 40 * [(1.0, False)])
+    assert list(gate.falses[FIRST]) == 40 * [(1.0, False)]
 
 
 def test_the_number_of_candidates_that_is_asked_for_is_enough():
@@ -157,6 +178,7 @@ def test_limits_are_proven_one_after_the_other():
     for _ in range(10):
         gate.learn(Outcome(100, True, 1.0, (first + second) / 2, 1.0, 0.1))
         gate.lost.pop()  # that so many would be lost is another reason
+    gate.falses[3].clear()
     gate.falses[3].extend([(1.0, False)] * gate.settings.candidates)
     assert [gate.why_shut(at) for at in range(len(SCALES))] == ["", "", "false cuts", ""] and gate.opens_at() == FIRST
 

@@ -44,7 +44,7 @@ class Settings:
     max_fraction: float = 0.5  # of a group
     min_outcomes: int = 500  # responses seen to their end before anything is cut
     min_candidates: int = 20  # with a known outcome, before anything is cut
-    candidates: int = 40  # newest candidates with a known outcome that the false rate is estimated from
+    candidates: int = 40  # share (Outcome) of the newest candidates with a known outcome that the false rate is of
     z: float = 1.0  # of the Wilson intervals, standard deviations
     max_false_rate: float = 0.15  # largest upper bound of the share of cuts that are false
     max_correct_lost: float = 0.05  # share of the correct responses that may be candidates, by its upper bound
@@ -85,7 +85,7 @@ class Gate:
     lost: deque[tuple[int, float, float]] = field(init=False)  # correct responses: tokens, weight, lowest probability
 
     def __post_init__(self):
-        self.falses = [deque(maxlen=self.settings.candidates) for _ in SCALES]
+        self.falses = [deque() for _ in SCALES]
         self.lost = deque(maxlen=LOST_WINDOW)
 
     def learn(self, outcome: Outcome) -> None:
@@ -94,8 +94,16 @@ class Gate:
         for limit, falses in zip(self.settings.limits, self.falses, strict=True):
             if outcome.lowest < limit:
                 falses.append((outcome.share, outcome.correct))
+                self._forget(falses)
         if outcome.correct:
             self.lost.append((outcome.tokens, outcome.weight, outcome.lowest))
+
+    def _forget(self, falses: deque[tuple[float, bool]]) -> None:
+        """The oldest beyond the newest `candidates`, by their shares: one that stands for a tenth must not push out one
+        that stands for ten, or a few dead groups would open the gate."""
+        total = sum(share for share, _ in falses)
+        while total - falses[0][0] >= self.settings.candidates:
+            total -= falses.popleft()[0]
 
     def false_rate(self, at: int = FIRST) -> float:
         falses = self.falses[at]
