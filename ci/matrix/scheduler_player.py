@@ -51,9 +51,10 @@ class Player:
         if self.lag:
             scheduler._spec_token_placeholders = [-1] * drafts
 
-    def add(self, key: str, eos_at: int | None = None, loop: bool = False, **fields) -> None:
+    def add(self, key: str, eos_at: int | None = None, loop: bool = False, stop: tuple[str, ...] = (),
+            **fields) -> None:
         request = make_request(key, hasher=self.hasher, **fields)
-        request.sampling_params.stop_token_ids = [EOS]
+        request.sampling_params.stop_token_ids, request.sampling_params.stop = [EOS], list(stop)
         self.script[key] = eos_at, loop
         self.scheduler.add_request(request)
 

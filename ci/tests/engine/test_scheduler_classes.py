@@ -47,3 +47,17 @@ def test_case(new, case):
         case(new)
     except Unsupported as error:
         pytest.skip(str(error))
+
+
+def test_what_may_end_at_a_stop_string_is_not_handed_back_between_its_tokens(new):
+    """vLLM's front end finds one in the token after which the response would have been handed back, and both would be
+    true: it would go on behind its end."""
+    player = new({"enable": True, "segment_length": 16, "boundary": "yield"})
+    player.add("plain", member=0, max_tokens=40)
+    player.add("stops", member=1, max_tokens=40, length_class="tail", move=True, stop=("END",))
+    player.run(20)
+    assert player.ends["plain"][1] == "segment" and "stops" not in player.ends
+    count, by_front_end = player.scheduler.segment_hand_back(1)
+    assert (count, by_front_end) == (1, ["stops"])  # which knows whether it has ended
+    player.run()
+    assert len(player.tokens["stops"]) == 40 and player.ends["stops"][2]["boundaries"] == 2

@@ -129,6 +129,33 @@ def test_tokens_of_a_kept_and_then_aborted_response_keep_their_versions(monkeypa
     assert ended(seat)["spans"] == spans and asked == ([("g", 0)] if keeps else [])
 
 
+def test_a_response_that_ended_at_a_stop_string_keeps_its_versions(monkeypatch):
+    """vLLM's front end finds it and aborts the request in the engine: the book knows what the client is not told."""
+    monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": True, "sync": {"requests": "keep"}}))
+
+    async def take(group, member):
+        return payload("abort", [[3, 3], [4, 3]], boundaries=1)
+
+    seat = seat_of(new_driver())
+    seat.placed("r", SimpleNamespace(esgrpo_take_aborted=SimpleNamespace(remote=take)))
+    stopped = output(range(5), global_steps=4, min_global_steps=4)
+    play(seat, (stopped, 10))
+    row = ended(seat)
+    assert (row["spans"], row["outcome"], row["boundaries"]) == ([[3, 3], [4, 2]], "finish", 1)
+    assert stopped.extra_fields["min_global_steps"] == 3 and stopped.stop_reason == "completed"
+
+
+@pytest.mark.parametrize("made, outcome, left", [(1, "prune", "pruned"), (0, "abort", "aborted")])
+def test_a_member_that_is_to_end_is_handed_on_with_a_token_at_least(made, outcome, left):
+    """verl cannot pad a response without log-probs beside others that have some: it goes on, and ends with its first
+    token."""
+    seat = seat_of(new_driver())
+    seat.response.decision = DOOMED
+    attempt = output(range(made), "aborted", global_steps=1)
+    play(seat, (attempt, 10))
+    assert (seat.response.outcome, attempt.stop_reason) == (outcome, left)
+
+
 def test_reprefill_counts_what_was_computed_again():
     seat = seat_of(new_driver())
     play(seat, (output([1], "aborted", global_steps=0, num_cached_tokens=0), 100))

@@ -87,8 +87,8 @@ class Response:
             elif tokens:
                 self.spans.append([version, tokens])
         if self.outcome == Outcome.ABORT and event.aborted:
-            if self.doomed:
-                self.prune(self.decision["rule"])  # the verdict and the weight sync crossed
+            if self.doomed and self.tokens:
+                self.prune(self.decision["rule"])  # the verdict and the weight sync crossed; verl wants a token of each
             elif event.left <= 0:
                 self.outcome = Outcome.FINISH  # interrupted with its last token
         return versions

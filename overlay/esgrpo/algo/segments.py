@@ -97,6 +97,7 @@ class Tracked:
     marks: deque[Mark] = field(default_factory=deque)  # of looks for loops, oldest first: as far as a proof reaches
     earlier: list[int] = field(default_factory=list)  # last tokens of earlier attempts, as far as the marks reach
     surprisal: float | None = None  # of a proven loop
+    stays: bool = False  # the front end may end it at any token, and is not asked before it is handed back
 
 
 class SegmentBook:
@@ -128,8 +129,10 @@ class SegmentBook:
         self._loop = HELD_LOOP if settings.audited else LOOP  # the audit's coin is tossed where the response comes from
 
     def add(self, key: Hashable, group: str, member: int, done_before: int, length_class: str = BODY,
-            move: bool = False, exempt: bool = False, marks: Sequence[Mark] = (), earlier: Sequence[int] = ()) -> None:
-        """Track one attempt. `exempt`: the rule for loops has been let off.
+            move: bool = False, exempt: bool = False, marks: Sequence[Mark] = (), earlier: Sequence[int] = (),
+            stays: bool = False) -> None:
+        """Track one attempt. `exempt`: the rule for loops has been let off. `stays`: vLLM's front end looks for stop
+        strings in it, so that it may have ended with the token at which it would be handed back.
 
         `marks` are what `carried_marks` gave at the end of the attempt before, `earlier` are the tokens before this
         attempt, of which the newest are needed.
@@ -139,7 +142,7 @@ class SegmentBook:
             length_class = TAIL
         item = Tracked(group, member, done_before, length_class, move, None, 0,
                        next_multiple(done_before, repetition.check_interval)
-                       if repetition.enable and not exempt else None)
+                       if repetition.enable and not exempt else None, stays=stays)
         self._set_boundary(item, done_before)
         if self._look_every:
             item.next_verdict = next_multiple(done_before, self._look_every)
@@ -177,7 +180,7 @@ class SegmentBook:
 
     def _may_end_at_boundary(self, item: Tracked) -> bool:
         """Else nothing but a count comes of its boundaries, for which nobody needs to look."""
-        return self._yields or (item.move and item.length_class == TAIL)
+        return not item.stays and (self._yields or (item.move and item.length_class == TAIL))
 
     def _plan(self, key: Hashable, item: Tracked, count: int) -> None:
         """Appoint the next look of a response that has made `count` tokens in this attempt."""
@@ -256,7 +259,7 @@ class SegmentBook:
         return [[at, summed - logprobs[0], rows - logprobs[1]] for at, summed, rows in marks]
 
     def _at_boundary(self, item: Tracked) -> Decision:
-        decision = at_boundary(item.length_class, item.move, self._yields)
+        decision = GO_ON if item.stays else at_boundary(item.length_class, item.move, self._yields)
         item.move = item.move and decision is not MOVE
         return decision
 
@@ -305,10 +308,13 @@ class SegmentBook:
         return found
 
     def hand_back(self, key: Hashable) -> bool:
-        """Hand it back at the next step; returns whether it is tracked. One that is to be ended is ended."""
-        if key in self.tracked:
-            self.pending.setdefault(key, SURPLUS)
-        return key in self.tracked
+        """Hand it back at the next step; returns whether that is possible here: it is tracked, and does not stay. One
+        that is to be ended is ended."""
+        item = self.tracked.get(key)
+        if item is None or item.stays:
+            return False
+        self.pending.setdefault(key, SURPLUS)
+        return True
 
     def members_of(self, group: str) -> dict[int, Hashable]:
         """Which responses of a group are here: member -> key."""

@@ -73,7 +73,7 @@ class SegmentMixin:
         fields = parameters is not None and (parameters.extra_args or {}).get("segment")
         if fields:
             earlier = request.prompt_token_ids if fields.get("marks") else None
-            self.segment_book.add(request.request_id, earlier=earlier or (), **{
+            self.segment_book.add(request.request_id, earlier=earlier or (), stays=bool(parameters.stop), **{
                 known: fields[name] for name, known in FIELDS.items() if name in fields})
             self.segment_occupancy.came((fields.get("group"), fields.get("member")))
 
@@ -243,7 +243,7 @@ class SegmentMixin:
 
     def segment_hand_back(self, count: int) -> tuple[int, list[str]]:
         """Hand `count` requests back, so that their clients go on with them elsewhere; returns how many there were, and
-        those of them that only the front end can: without a token of their own, or of no group."""
+        those of them that only the front end can: without a token of their own, of no group, or with stop strings."""
         leaving = cheapest_to_move({key: request.num_tokens for key, request in self.requests.items()}, count)
         return len(leaving), [key for key in leaving
                               if not self.requests[key].num_output_tokens or not self.segment_book.hand_back(key)]

@@ -22,7 +22,7 @@ from esgrpo.algo import attempts, rollout, rows
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import GroupPruner
 from esgrpo.algo.looks import ASK_EVERY_S
-from esgrpo.algo.terms import PAYLOAD
+from esgrpo.algo.terms import PAYLOAD, Outcome
 from esgrpo.algo.verdict import verdicts_of
 from esgrpo.algo.verdict_features import Glance
 from esgrpo.errors import EsgrpoError, say
@@ -186,7 +186,7 @@ class Driver:
         return await answers(calls, method)
 
     async def book_of_aborted(self, seat: Seat) -> dict | None:
-        """What the replica's book knew of an attempt that vLLM aborted without saying it.
+        """What the replica's book knew of an attempt that vLLM's front end ended, by an abort or at a stop string.
 
         Only asked where requests outlive weight syncs: elsewhere all tokens of an attempt are of the server's version.
         """
@@ -197,7 +197,7 @@ class Driver:
             found = await self._call([replica], "esgrpo_take_aborted", seat.group, seat.number)
             return found[0] if found else None
         except Exception as error:
-            self._say(error, "the weight versions of an aborted response's tokens are the server's")
+            self._say(error, "the weight versions of tokens of an attempt are the server's")
             return None
 
     async def _each(self, method: str, asked: dict) -> tuple[list, BaseException | None]:
@@ -310,10 +310,12 @@ async def attempt_ended(seat: Seat, output, prompt_tokens: int, left: int):
     fields = output.extra_fields
     aborted = output.stop_reason in ABORTED
     answer = (fields.pop("kv_transfer_params", None) or {}).get(PAYLOAD)
-    if aborted and answer is None and output.token_ids:
+    if answer is None and output.token_ids:
         answer = await seat.driver.book_of_aborted(seat)
         if answer is not None and output.log_probs:
             answer = {**answer, "logprob_sum": sum(output.log_probs)}  # of what was given, not of what was made
+        if answer is not None and not aborted:  # a stop string: to the engine that is an abort
+            answer = {**answer, "outcome": Outcome.FINISH}
     action = seat.on(rollout.AttemptEnded, now=time.time(), tokens=len(output.token_ids), left=left,
                      aborted=aborted, answer=answer,
                      version=fields.get("global_steps"),
