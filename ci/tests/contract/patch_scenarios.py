@@ -129,12 +129,12 @@ class Attempts:
         return self.config.actor_rollout_ref.rollout.response_length
 
 
-def resume(client_class, script, parameters=None, prompt=PROMPT, partial=True, dynamic=False, sleeps=None) -> dict:
-    """One response through `client_class` on top of Attempts; `sleeps` is the list its sleeps were recorded in."""
+def resume(client_class, script, parameters=None, prompt=PROMPT, partial=True, sleeps=None, **training) -> dict:
+    """One response through `client_class` on top of Attempts; `sleeps` is the list its sleeps were recorded in, `training` more of async_training."""
     client = object.__new__(client_class)
     rollout = SimpleNamespace(response_length=RESPONSE_LENGTH, prompt_length=PROMPT_LENGTH)
     client.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), async_training=SimpleNamespace(
-        partial_rollout=partial, use_dynamic_resource_scheduling=dynamic))
+        partial_rollout=partial, **training))
     client.script = tuple(script)
     parameters = {"temperature": 1.0} if parameters is None else parameters
     before = dict(parameters)

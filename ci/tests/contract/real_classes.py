@@ -68,7 +68,8 @@ def observe() -> dict:
         limited = scenarios.resume(llm_server.FullyAsyncLLMServerClient, SCRIPT, {"max_new_tokens": 6})
         ended = scenarios.resume(llm_server.FullyAsyncLLMServerClient, SCRIPT, partial=False)
         waits = list(sleeps)
-        steady = scenarios.resume(llm_server.FullyAsyncLLMServerClient, SCRIPT, dynamic=True)
+        for why in ("use_dynamic_resource_scheduling", "use_trainer_do_validate"):
+            scenarios.resume(llm_server.FullyAsyncLLMServerClient, SCRIPT, **{why: True})
         steady = sleeps[len(waits):]
     finally:
         base.generate, asyncio.sleep = kept[0], real

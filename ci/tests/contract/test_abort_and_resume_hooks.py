@@ -47,7 +47,7 @@ def good(seen) -> None:
     for pause in seen["all"].values():
         assert pause == {"raised": "", "error": "", "count": 2, "paused": [["abort", True]] * 2}
     assert seen["broken"]["raised"] == "ValueError: engine is dead"
-    assert seen["waits"][:3] == [0, 0.01, 0] and seen["steady"] == [1, 1, 1]
+    assert seen["waits"][:3] == [0, 0.01, 0] and seen["steady"] == [1] * 6
     assert seen["response"]["tokens"] == [1] * 4 + [3] * 3 + [4] * 3 and seen["response"]["stop"] == "length"
     assert len(seen["limited"]["tokens"]) == 6 and seen["limited"]["untouched"]
     assert seen["ended"]["stop"] == "aborted" and len(seen["ended"]["tokens"]) == 4

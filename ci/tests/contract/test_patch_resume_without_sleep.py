@@ -69,8 +69,9 @@ def test_progress_starts_the_waits_again(patched):
     assert sleeps[0] == sleeps[3] == 0 and sleeps[1] == sleeps[4] < sleeps[2]
 
 
-def test_rebalancing_keeps_its_second(patched):
-    assert run(patched, (4, -1, 3), dynamic=True)["sleeps"] == [1, 1, 1]
+@pytest.mark.parametrize("why", ["use_dynamic_resource_scheduling", "use_trainer_do_validate"])
+def test_where_replicas_leave_the_load_balancer_the_second_stays(patched, why):
+    assert run(patched, (4, -1, 3), **{why: True})["sleeps"] == [1, 1, 1]
 
 
 # verl 0.9.0 has no gate of its own: the server side of the patch

@@ -61,3 +61,14 @@ def test_what_may_end_at_a_stop_string_is_not_handed_back_between_its_tokens(new
     assert (count, by_front_end) == (1, ["stops"])  # which knows whether it has ended
     player.run()
     assert len(player.tokens["stops"]) == 40 and player.ends["stops"][2]["boundaries"] == 2
+
+
+def test_several_requests_of_one_member_are_told_their_segment_length(new):
+    """An agent loop may ask for them at once."""
+    player = new({"enable": True, "segment_length": 1024})
+    for number in range(2):
+        player.add(f"r{number}", group="a", member=0, max_tokens=50)
+    player.run(6)
+    assert player.scheduler.segment_set_length("a", 16, True) == 2
+    player.run()
+    assert player.counts() == {"r0": 50, "r1": 50} and player.ends["r0"][2]["boundaries"] == 3

@@ -12,7 +12,8 @@ class ResumeWait:
 
     An attempt that brought tokens met a server that pauses: it holds the next attempt itself, waiting adds nothing.
     An attempt without any may have been rejected at once, so the wait doubles or the client would spin. `steady`
-    keeps verl's second where others count on a moment with no request in flight.
+    keeps verl's second where others count on a moment with no request in flight, or on its replica having left the
+    load balancer.
     """
 
     def __init__(self, steady: bool = False):

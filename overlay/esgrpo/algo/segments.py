@@ -316,6 +316,10 @@ class SegmentBook:
         self.pending.setdefault(key, SURPLUS)
         return True
 
+    def keys_of(self, group: str) -> set[Hashable]:
+        """All responses of a group that are here: an agent loop may run several requests of one member at once."""
+        return self._groups.get(group, set())
+
     def members_of(self, group: str) -> dict[int, Hashable]:
         """Which responses of a group are here: member -> key."""
         return {self.tracked[key].member: key for key in self._groups.get(group, ())}

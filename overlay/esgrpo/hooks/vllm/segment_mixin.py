@@ -262,4 +262,4 @@ class SegmentMixin:
         """Segments of this group have `length` tokens from now on; returns how many of its responses are here."""
         book = self.segment_book
         return book.set_segment_length(group, length, tail, {
-            key: self.requests[key].num_output_tokens for key in book.members_of(group).values()})
+            key: self.requests[key].num_output_tokens for key in book.keys_of(group)})
