@@ -57,7 +57,7 @@ def config_rows(language: str, cls=Segment, prefix: str = "") -> list[list[str]]
             allowed = "text" if language == ENGLISH else "文本"
         else:
             low, high = ("−∞" if spec["low"] is None else spec["low"]), ("∞" if spec["high"] is None else spec["high"])
-            allowed = f"{low} … {high}"
+            allowed = f"{'> ' * spec['open_low']}{low} … {high}"
         default = "" if field.default == "" else f"`{field.default}`"
         rows.append([f"`{name}`", default, allowed, chinese[name] if language == CHINESE else spec["doc"]])
     return rows

@@ -43,9 +43,9 @@ def run(arguments) -> int:
         environment["PYTHONPATH"] = os.pathsep.join([OVERLAY, *others])
     try:
         os.execvpe(command[0], command, environment)
-    except OSError as error:
-        raise EsgrpoError("run", f"{command[0]}: {error.strerror}", "an executable on PATH", "nothing was started",
-                          "check the command") from None
+    except (OSError, ValueError) as error:  # ValueError: an empty name, or a null byte in it
+        raise EsgrpoError("run", f"{command[0]!r}: {getattr(error, 'strerror', None) or error}",
+                          "an executable on PATH", "nothing was started", "check the command") from None
 
 
 def _loads_by_itself() -> bool:
@@ -107,8 +107,11 @@ def _run_states(directory: str) -> list[dict]:
     name = os.path.join(records.FOLDER, run_dirs.HOOKS)
     path = os.path.join(directory, name)
     if not run_dirs.has_hooks(directory):
-        raise EsgrpoError("status", f"{directory} has no {name}", "a run with the overlay whose processes have all "
-                          "answered", "nothing to show", f"wait for the run's handshake, or {run_dirs.ADVICE}")
+        rows = run_dirs.has_rows(directory)
+        raise EsgrpoError("status", f"{directory} has {'rows, but ' * rows}no {'states of hooks in ' * rows}{name}",
+                          "a run with the overlay whose processes have all answered", "nothing to show",
+                          "wait for the run's handshake, or " + (
+                              "see its log where it has ended" if rows else run_dirs.ADVICE))
     path = path if os.path.exists(path) else os.path.join(directory, run_dirs.HOOKS)
     return hook_states.read("status", path, "nothing to show")
 
@@ -139,22 +142,24 @@ def status(arguments) -> int:
         return 0 if all(r["state"] in fine for r in rows) else 1
     from esgrpo.tools import run_dirs
 
-    runs = {os.path.basename(path): (path, *_of_run(path))
-            for path in run_dirs.runs_in(arguments.run_dir, run_dirs.has_hooks)}
+    runs, lost = run_dirs.read_each("status", arguments.run_dir, _of_run)
+    several = len(runs) + len(lost) > 1
     if arguments.json:
-        found = {name: {"processes": reports, "modules": [vars(row) for row in modules]}
-                 for name, (_, reports, modules) in runs.items()}
-        print(json.dumps(found if len(found) > 1 else next(iter(found.values())), indent=2))
+        found = {os.path.basename(path): {"processes": reports, "modules": [vars(row) for row in modules]}
+                 for path, (reports, modules) in runs.items()}
+        found |= {os.path.basename(path): {"error": line} for path, line in lost.items()}
+        print(json.dumps(found if several else next(iter(found.values())), indent=2))
     else:
         # of several runs, too, what modules decided is what the last lines say
-        for path, reports, _ in runs.values():
-            if len(runs) > 1:
+        for path, (reports, _) in runs.items():
+            if several:
                 show(path)
             _print_hooks(path, reports, arguments.all)
-        for path, _, modules in runs.values():
-            show(f"\n{path}" if len(runs) > 1 else "")
+        for path, (_, modules) in runs.items():
+            show(f"\n{path}" if several else "")
             _print_modules(modules)
-    return 1 if any(engine.not_in_place(r["hooks"]) for _, reports, _ in runs.values() for r in reports) else 0
+    return 1 if lost or any(
+        engine.not_in_place(r["hooks"]) for reports, _ in runs.values() for r in reports) else 0
 
 
 def _of_run(path: str) -> tuple[list[dict], list]:
@@ -257,7 +262,7 @@ def parser() -> Parser:
     sub = commands.add_parser("status", help="states of all hooks, here or in a run; what each module decided",
                               description="Imports no upstream. Exit code 0: nothing would stop a strict run; 1: a "
                                           "hook is DRIFTED, INCOMPATIBLE, FAILED, LATE, or not where a process of that "
-                                          "run needs it; 2: unusable.")
+                                          "run needs it, or one of several runs cannot be read; 2: unusable.")
     sub.add_argument("run_dir", nargs="?", help="run directory (trainer.default_local_dir), or one with several below")
     sub.add_argument("--all", action="store_true", help="each hook in each process, those that are not needed, too")
     sub.add_argument("--books", action="store_true", help="do its records add up, over restarts? 0: yes, 1: no")
@@ -315,6 +320,9 @@ def parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    for name, mode in (("stdin", "r"), ("stdout", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us: `esgrpo status >&-`
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
     arguments = parser().parse_args(argv)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a locale without Chinese characters must not end a command
@@ -335,6 +343,9 @@ def main(argv: list[str] | None = None) -> int:
                         "correct the path, its rights, or the room on its disk"))
         leave_stdout()
         return 2
+    except KeyboardInterrupt:
+        say(EsgrpoError(arguments.name, "interrupted", "a whole answer", "stopped there", "run it again"))
+        return 130
 
 
 if __name__ == "__main__":

@@ -308,7 +308,7 @@ def _build(cls, values, path: str, mistakes: list[ConfigError]):
     arguments = {}
     for key, value in values.items():
         try:
-            refusals.check_key(f"{path}.{key}", key, value, fields)
+            refusals.check_key(f"{path}.{key}", key, value, fields, Segment)
             spec = fields[key]
             nested = spec.default_factory is not dataclasses.MISSING
             arguments[key] = (_build(spec.default_factory, value, f"{path}.{key}", mistakes) if nested

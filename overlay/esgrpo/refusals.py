@@ -23,6 +23,12 @@ REMOVED[f"{PREFIX}.prune.repetition.keep_row"] = (
 REMOVED[f"{PREFIX}.elastic"] = ("drop it: segments whose length follows the group were measured to bring nothing "
                                 "(docs/method.md); routing.tail_fraction is what elastic.tail_fraction was")
 
+# Modules of `algo.decisions` whose names are no keys, and what switches them on.
+SWITCHES = {"segments": "boundary=yield or routing.tail_share", "loops": "prune.repetition.enable",
+            "pruning": "prune.resolved.enable or prune.finish_group_after", "verdicts": "prune.verdict.enable",
+            "replaced": "prune.resolved.enable or null_groups", "keep": "sync.requests=keep"}
+MOST_MEANT = 4  # candidates for an unknown key; more are no advice
+
 # (section, smaller, larger): bounds that must be in order
 IN_ORDER = (("prune.audit", "min_candidates", "window"), ("routing", "short_quantile", "tail_quantile"))
 
@@ -61,13 +67,28 @@ def check_value(path: str, spec, kind: str, value):
     return float(value) if kind == "float" else value
 
 
-def check_key(path: str, key, value, fields) -> None:
+def check_key(path: str, key, value, fields, group) -> None:
+    """`fields` are those of the key's section, `group` is the class of all of them."""
     if path in REMOVED:
         raise ConfigError(path, f"{value!r}", "no such key", "the run does not start", REMOVED[path])
     if key not in fields:
-        close = difflib.get_close_matches(str(key), fields, 1, cutoff=0.0)
+        meant = _meant(path, str(key), fields, [known for known, *_ in conditions.leaves(group)])
         raise ConfigError(path, f"unknown key with value {value!r}", f"one of {', '.join(fields)}",
-                          "the run does not start", f"did you mean {path.removesuffix(str(key))}{close[0]}?")
+                          "the run does not start", f"did you mean {' or '.join(meant)}?" if meant else
+                          "drop it, or take one of these")
+
+
+def _meant(path: str, key: str, fields, known: list[str]) -> list[str]:
+    """What an unknown key may stand for: a key or section of this name elsewhere, those below its own section first;
+    the switch of the module that `esgrpo status` calls so; else a sibling that is spelt alike."""
+    section = path.removesuffix(key)
+    split = [one.split(".") for one in known]
+    same = dict.fromkeys(".".join([PREFIX, *parts[:parts.index(key) + 1]]) for parts in split if key in parts)
+    same = [one for one in same if one.startswith(section)] or list(same)
+    if not same and key in SWITCHES:
+        same = [f"{PREFIX}.{switch}" for switch in SWITCHES[key].split(" or ")]
+    same = same or [f"{section}{name}" for name in difflib.get_close_matches(key, fields, 1)]
+    return same if len(same) <= MOST_MEANT else []
 
 
 def check_sections(segment, without_effect) -> None:
@@ -79,7 +100,8 @@ def check_sections(segment, without_effect) -> None:
     if segment.observe and segment.enable:
         raise ConfigError(f"{PREFIX}.observe", "true", f"false with {PREFIX}.enable", "observe is the run that is "
                           "measured and decides nothing, and enable decides, the run does not start",
-                          "drop observe (an enabled run is measured, too), or set profile=off")
+                          "drop observe (an enabled run is measured, too), or " + (
+                              "enable" if segment.profile in ("custom", "off") else "set profile=off"))
     if segment.routing.enable and not segment.history.enable:
         needs("routing.enable", f"{PREFIX}.history.enable", "there would be no forecast to route by")
     if segment.sampler.enable and not segment.history.enable:

@@ -130,7 +130,8 @@ class Attempts:
 
 
 def resume(client_class, script, parameters=None, prompt=PROMPT, partial=True, sleeps=None, **training) -> dict:
-    """One response through `client_class` on top of Attempts; `sleeps` is the list its sleeps were recorded in, `training` more of async_training."""
+    """One response through `client_class` on top of Attempts; `sleeps` is the list its sleeps were recorded in,
+    `training` more of async_training."""
     client = object.__new__(client_class)
     rollout = SimpleNamespace(response_length=RESPONSE_LENGTH, prompt_length=PROMPT_LENGTH)
     client.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), async_training=SimpleNamespace(

@@ -143,6 +143,18 @@ def test_the_books_of_each_run_of_a_comparison(run_dir, capsys, monkeypatch):
     assert "no rows in" in capsys.readouterr().err
 
 
+def test_of_several_books_one_without_rows_is_named(run_dir, capsys, monkeypatch):
+    monkeypatch.setenv("ESGRPO_RUN_DIR", str(run_dir / "good"))
+    two_starts(run_dir / "good", reissued=True)
+    (run_dir / "dead" / "esgrpo").mkdir(parents=True)
+    (run_dir / "dead" / "esgrpo" / "hooks.json").write_text("[]")
+    assert cli.main(["status", str(run_dir), "--books"]) == 1
+    out, errors = capsys.readouterr()
+    assert "the books balance" in out and errors.count("\n") == 1 and "no rows in" in errors and "dead" in errors
+    assert cli.main(["status", str(run_dir), "--books", "--json"]) == 1
+    assert list(json.loads(capsys.readouterr().out)) == ["good", "dead"]
+
+
 def test_the_report_counts_what_was_trained_once(run_dir):
     """Joined by group and member alone, all four responses were trained."""
     from esgrpo.algo.accounting import token_balance

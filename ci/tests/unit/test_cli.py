@@ -52,6 +52,13 @@ def test_run_with_a_command_that_does_not_exist(run_python, overlay):
     assert "no-such-program" in one_line(done.stderr)
 
 
+@pytest.mark.parametrize("command", ["", "a\0b"], ids=repr)
+def test_run_with_a_command_that_cannot_be_one(command, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_loads_by_itself", lambda: True)
+    assert cli.main(["run", "--", command]) == 2
+    assert "wanted an executable on PATH | nothing was started" in one_line(capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("value, code", [("no-such-hook", 2), ("driver-start,no-such-hook", 2), ("driver-start", 0),
                                          ("*", 0), ("", 0)])
 def test_run_with_an_unknown_slug(run_python, overlay, value, code):
@@ -316,6 +323,25 @@ def test_a_full_disk_is_one_line(overlay, clean_environment):
         done = subprocess.run([sys.executable, "-m", "esgrpo", "explain", "count/staleness_samples"], stdout=full,
                               stderr=subprocess.PIPE, text=True, env={**clean_environment, "PYTHONPATH": overlay})
     assert done.returncode == 2 and "No space left" in one_line(done.stderr)
+
+
+@pytest.mark.parametrize("command", [["status"], ["doctor"], ["explain"], ["lint", "a.sh"], ["report", "a"]])
+def test_an_interrupt_is_one_line(command, monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, command[0], interrupted)
+    assert cli.main(command) == 130
+    assert f"esgrpo: {command[0]}: interrupted |" in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command, code", [(["explain", "count/staleness_samples"], 0), (["explain", "nosuch"], 2),
+                                           (["explain", "--log", "-"], 2)])
+def test_closed_standard_streams(command, code, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(command) == code
+    assert one_line(capsys.readouterr().err) if code else True
 
 
 def test_without_a_subcommand(capsys):

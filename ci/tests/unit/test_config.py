@@ -306,11 +306,36 @@ def test_choices_say_the_closest():
     ({"segment_lenght": 5}, "segment_length"), ({"enabled": True}, "enable"),
     ({"prune": {"repetiton": {"enable": True}}}, "prune.repetition"),
     ({"prune": {"repetition": {"min_sapn": 3}}}, "prune.repetition.min_span"),
-    ({"dmmpt": {"Tau": 0.5}}, "dmmpt.tau"), ({7: 1}, ""),
+    ({"dmmpt": {"Tau": 0.5}}, "dmmpt.tau"), ({"keep": True}, "sync.requests=keep"),
+    ({"loops": {"enable": True}}, "prune.repetition.enable"), ({"verdicts": {"enable": True}}, "prune.verdict.enable"),
+    ({"tail_share": 0.2}, "routing.tail_share"), ({"repetition": {"enable": True}}, "prune.repetition"),
+    ({"routing": {"requests": "keep"}}, "sync.requests"),
+    ({"prune": {"enable": True}}, f" or {PREFIX}.".join(
+        f"prune.{rule}.enable" for rule in ("repetition", "resolved", "verdict", "audit"))),
+    ({"segments": True}, f"boundary=yield or {PREFIX}.routing.tail_share"),
 ])
-def test_an_unknown_key_comes_with_the_closest_one(values, closest):
+def test_an_unknown_key_comes_with_the_one_that_was_meant(values, closest):
     line = refusal(values)
-    assert "unknown key" in line and line.endswith("?") and f"did you mean {PREFIX}.{closest}" in line
+    assert "unknown key" in line and line.endswith(f"| did you mean {PREFIX}.{closest}?")
+
+
+@pytest.mark.parametrize("values", [{7: 1}, {"sync": {"enable": True}}, {"elastic_mode": True}])
+def test_an_unknown_key_that_may_mean_anything_comes_without_advice(values):
+    assert refusal(values).endswith("| drop it, or take one of these")
+
+
+def test_names_of_modules_that_are_no_keys_are_known_to_the_refusals():
+    from esgrpo import conditions, refusals
+    from esgrpo.algo import decisions
+
+    parts = {part for key, *_ in conditions.leaves(Segment) for part in key.split(".")}
+    assert {module.name: module.switch for module in decisions.MODULES if module.name not in parts} == refusals.SWITCHES
+
+
+@pytest.mark.parametrize("profile, todo", [("off", "or enable"), ("custom", "or enable"),
+                                           ("elastic", "or set profile=off")])
+def test_advice_for_observe_with_enable_is_not_done_yet(profile, todo):
+    assert refusal({"profile": profile, "enable": True, "observe": True}).endswith(todo)
 
 
 @pytest.mark.parametrize("values", [True, False, 0, 1, "", "on", [], ["enable"]], ids=repr)

@@ -119,6 +119,11 @@ def test_every_setting_is_said_in_chinese():
     assert all(re.search(r"[\u4e00-\u9fff]", row[-1]) for row in chinese)
 
 
+def test_a_bound_that_is_not_allowed_is_not_among_what_is():
+    allowed = {row[0].strip("`"): row[2] for row in docs.config_rows(docs.ENGLISH)}
+    assert allowed["overlap.age_scale"] == "> 0.0 … ∞" and allowed["kv_headroom"] == "0.0 … 0.9"
+
+
 def test_fill_replaces_only_its_block():
     text = "a <!-- t -->old<!-- /t --> b <!-- u -->"
     assert docs.fill(text, "t", "new") == "a <!-- t -->\nnew\n<!-- /t --> b <!-- u -->"

@@ -155,7 +155,8 @@ def test_nothing_is_explained_that_the_overlay_does_not_emit():
 
 
 def test_the_log_of_the_issue():
-    lines = report.of_log(NOTES)
+    lines, holds = report.of_log(NOTES)
+    assert holds
     assert any("307 = int(64 x 1.2 x 4)" in line for line in lines)
     assert "ok: max_concurrent_samples: 32 = 16 x 2 replicas" in lines
     assert any("99 = 66 generated + 0 dropped + 32 running + 1 that waits for a slot" in line for line in lines)
@@ -184,6 +185,27 @@ def test_values_that_contradict_each_other_are_told(old, new, tmp_path, capsys):
     assert "WRONG: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("required, staleness", [
+    ("NaN", 0.2), (64, "Infinity"), (64, -1), (0, 0.2), (1e-320, 0.2), (1e308, 9.0)])
+def test_values_that_no_arithmetic_can_be_done_with(required, staleness, tmp_path, capsys):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(f'{{"step": 1, "data": {{"static/required_samples": {required}, "static/staleness_threshold": '
+                   f'{staleness}, "static/max_required_samples": 307, "fully_async/trainer/idle_ratio": NaN}}}}\n')
+    assert cli.main(["explain", "--log", str(log)]) in (0, 1)
+    out, errors = capsys.readouterr()
+    assert "static/max_required_samples" in out and "verdict: cannot be told" in out and errors == ""
+
+
+@pytest.mark.parametrize("name, code, said", [
+    ("nosuch", 2, "explain: no metric nosuch |"), ("esgrpo/bubble_rate", 2, "esgrpo/bubble_rate has no value in it |"),
+    ("active_tasks", 0, ""), ("fully_async/static/max_queue_size", 0, "")])
+def test_a_name_that_a_log_has_not_is_told(name, code, said, tmp_path, capsys):
+    log = tmp_path / "run.log"
+    log.write_text(NOTES)
+    assert cli.main(["explain", name, "--log", str(log)]) == code
+    assert said in capsys.readouterr().err
+
+
 def statistics(**changed) -> str:
     values = {"mq_queue_size': 2": f"mq_queue_size': {changed.get('queued', 2)}",
               "active_tasks_size': 32": f"active_tasks_size': {changed.get('active', 32)}",
@@ -208,7 +230,7 @@ def statistics(**changed) -> str:
     ("step:3 - esgrpo/tail_ratio:2.5", "cannot be told"),
 ])
 def test_verdicts(text, verdict):
-    assert report.of_log(text)[-1].startswith(f"verdict: {verdict}")
+    assert report.of_log(text)[0][-1].startswith(f"verdict: {verdict}")
 
 
 def test_the_command_line(capsys, tmp_path):

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from esgrpo import cli, compat
+from esgrpo.errors import EsgrpoError
 from esgrpo.tools import language, upstreams
-from esgrpo.tools.lint import check, release, rules
+from esgrpo.tools.lint import check, compose, release, rules
 from esgrpo.tools.lint.script import Argument, Script
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -245,6 +246,24 @@ def test_a_config_path_from_where_the_script_starts(tmp_path, written, found):
     got = check._from_where_it_starts(path, release.Release("0.9.1", tmp_path))
     assert got == (str(tmp_path / "examples" / "config") if found else path)
     assert check._from_where_it_starts(f"{path}/none", release.Release("0.9.1", tmp_path)) == f"{path}/none"
+
+
+@pytest.mark.parametrize("rollout, refused, unchecked", [
+    ({"segment": {"profile": rules.PLACEHOLDER, "kv_headroom": rules.PLACEHOLDER, "seed": -1}}, ["segment.seed"],
+     ["segment.profile", "segment.kv_headroom"]),
+    ({"segment": {"prune": rules.PLACEHOLDER}}, [], ["segment.prune"]),
+    ({"segment": rules.PLACEHOLDER}, [], ["segment"]),
+    ({"segment": {"profil": rules.PLACEHOLDER}}, ["segment.profil"], [])])  # no value makes such a key right
+def test_what_the_overlay_would_refuse_of_values_from_the_environment(rollout, refused, unchecked):
+    omegaconf = pytest.importorskip("omegaconf")
+    said = compose._overlay(omegaconf.OmegaConf.create({
+        "actor_rollout_ref": {"rollout": rollout, "actor": {}}, "data": {"max_response_length": 64}}))
+    assert [one["refusal"][0] for one in said if "refusal" in one] == [f"{ROLLOUT}.{key}" for key in refused]
+    assert [one["unchecked"] for one in said if "unchecked" in one] == [
+        ", ".join(f"{ROLLOUT}.{key}" for key in unchecked)] * bool(unchecked)
+    assert rules.PLACEHOLDER not in str([one for one in said if "refusal" in one])
+    for name, key in ((rules.PLACEHOLDER, "unchecked"), ("sglang", "refusal")):
+        assert list(compose._refusal(EsgrpoError(f"{ROLLOUT}.name", repr(name), "vllm", "no start", "set it"))) == [key]
 
 
 # ---- what cannot be checked is said, and is no clean answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -163,7 +164,79 @@ def test_half_a_line_of_a_killed_run_is_left_out_and_said(run_dir, tmp_path_fact
     assert cli.main(["report", str(both)]) == 0
     text = (both / "report.md").read_text()
     assert "|   | killed | whole |" in text and "killed: 1 rows were cut short" in text and "whole: 1" not in text
-    assert trace.write(both, both / "trace.json") > 0
+    assert trace.write(both, both / "trace.json")[0] > 0
+
+
+@pytest.fixture
+def beside(run_dir, tmp_path_factory):
+    """A good run, and "dm", another one, which a test damages."""
+    both = tmp_path_factory.mktemp("runs")
+    for name in ("good", "dm"):
+        shutil.copytree(run_dir, both / name)
+    return both
+
+
+@pytest.mark.parametrize("damage", ["empty", "lost", "hooks"])
+def test_one_damaged_run_does_not_take_the_others_with_it(beside, capsys, damage):
+    pytest.importorskip("matplotlib")
+    responses = beside / "dm" / "esgrpo" / "responses-1.jsonl"
+    if damage == "hooks":
+        (beside / "dm" / "esgrpo" / "hooks.json").write_text('[{"process": "dri')
+    elif damage == "empty":
+        responses.write_text("")
+    else:
+        responses.unlink()
+    assert cli.main(["report", str(beside)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("unknown shape: dm")
+    text = (beside / "report.md").read_text()
+    assert "|   | good |" in text
+    assert ("hooks.json" if damage == "hooks" else "there are rows, but no responses") in text
+    if damage != "hooks":  # which no trace reads
+        assert cli.main(["report", str(beside), "--trace", str(beside / "t.trace")]) == 0
+        assert capsys.readouterr().out.rstrip().endswith("unknown shape: dm")
+        check_format(json.loads((beside / "t.trace").read_text())["traceEvents"])
+
+
+def test_a_run_that_may_not_be_read_is_not_left_out_without_a_word(beside, capsys, monkeypatch):
+    """As chmod 000 does for whoever is not root."""
+    closed = str(beside / "dm" / "esgrpo")
+
+    def refusing(call):
+        def checked(path="."):
+            if str(path) == closed:
+                raise PermissionError(13, "Permission denied", closed)
+            return call(path)
+        return checked
+
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != closed and real(path, mode))
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    for options in ((), ("--trace", str(beside / "t.trace"))):
+        assert cli.main(["report", str(beside), *options]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and f"{closed}: Permission denied" in told
+
+
+@pytest.mark.parametrize("content", [b'\xff\xfe{"a": 1}', b"[" * 100_000], ids=["no UTF-8", "brackets without end"])
+def test_a_file_that_is_no_json_is_named(run_dir, capsys, content):
+    pytest.importorskip("matplotlib")
+    (run_dir / "bad.json").write_bytes(content)
+    assert cli.main(["report", str(run_dir)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("unknown shape: bad.json")
+    assert "bad.json: no JSON: " in (run_dir / "report.md").read_text()
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--out", "page.md"], "'page.md' | wanted FILE.html"), (["--out", ""], "'' | wanted FILE.html"),
+    (["--out", "page.html", "--trace", "t.json"], "--out and --trace | wanted one of them"),
+    (["--trace", ""], "'' | wanted FILE.json"), (["--trace", "."], "'.' | wanted FILE.json")])
+def test_a_file_that_cannot_be_what_was_asked_for(run_dir, capsys, monkeypatch, options, said):
+    monkeypatch.chdir(run_dir)
+    before = sorted(run_dir.rglob("*"))
+    assert cli.main(["report", str(run_dir), *options]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and said in told and sorted(run_dir.rglob("*")) == before
 
 
 def test_trace_of_a_run_directory(run_dir):
@@ -220,7 +293,7 @@ def test_trace_of_the_engine_benchmark(tmp_path):
     (tmp_path / "engine.json").write_text(json.dumps(
         {"kind": "run", "policy": "es-grpo", "scenario": "sync", "repeat": 0, "trace": "engine.traces/a.json",
          "update_times": [5.0]}) + "\n" + json.dumps({"kind": "summary"}) + "\n")
-    events = trace.events(*trace.collect(tmp_path))
+    events = trace.events(*trace.collect(tmp_path)[:2])
     check_format(events)
     spans = [(e["ts"] / 1e6, e["dur"] / 1e6, e["args"].get("tokens_so_far")) for e in events if e["ph"] == "X"]
     assert spans == [(0.0, 1.0, 0), (1.0, 1.0, 10), (2.0, 1.0, 20), (3.0, 0.5, 20), (3.5, 1.5, 24)]

@@ -232,6 +232,32 @@ def _takes_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.parametrize("spare", [0, 1, -1, -10])
+def test_a_frame_that_is_too_high_says_how_many_lines_are_missing(run, spare):
+    from rich.console import Console
+
+    from esgrpo.tools.top import screen
+
+    follower, loop = top._read(str(run))
+    whole = top._frame(str(run), follower, loop, 80)
+    lines = len(Console(width=80, height=100).render_lines(whole))
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=lines + spare)
+    console.print(screen.fitted(console, whole))
+    told = out.getvalue().splitlines()
+    assert len(told) == lines + min(spare, 0)
+    assert told[-1].startswith(f"... {1 - spare} more lines") if spare < 0 else "more lines" not in out.getvalue()
+
+
+def test_a_dumb_terminal_gets_one_frame(run, capsys, monkeypatch):
+    from rich.console import Console
+
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(top, "_live", lambda *_: pytest.fail("drawn live"))
+    assert cli.main(["top", str(run)]) == 0 and "fully_async" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_end_by_signal_leaves_the_terminal_as_it_was(run, overlay, how):
     """In a terminal of its own: drawn on the other screen, which is left with the cursor shown."""

@@ -26,3 +26,16 @@ def test_sources_from_git_need_no_tar_filters(filters, monkeypatch, tmp_path):
         real = tarfile.TarFile.extractall
         monkeypatch.setattr(tarfile.TarFile, "extractall", lambda self, path=".": real(self, path))
     assert (upstreams.sources("verl", "0.7.0") / "setup.py").read_text() == "# a release\n"
+
+
+@pytest.mark.parametrize("told, reason", [
+    ("ERROR: Invalid requirement: 'verl==bogus': Expected end\n    verl==bogus\n        ^\n",
+     "ERROR: Invalid requirement: 'verl==bogus': Expected end"),
+    ("ERROR: Could not find a version\nERROR: No matching distribution\n\n[notice] a new pip\n",
+     "ERROR: No matching distribution"),
+    ("error: no such command\n   ^^^\n", "error: no such command"), ("   ^\n", "no output"), ("", "no output")])
+def test_the_reason_that_pip_gives(told, reason, monkeypatch, tmp_path):
+    monkeypatch.setattr(upstreams.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", told))
+    with pytest.raises(upstreams.Unavailable) as error:
+        upstreams._download("verl", "bogus", tmp_path / "none")
+    assert error.value.args[1] == reason

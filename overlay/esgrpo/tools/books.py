@@ -48,18 +48,20 @@ def lines(found: books.Books) -> list[str]:
 
 
 def main(directory: str, as_json: bool) -> int:
-    """Print, of a run or of each run in the directory of a comparison; 0 when all books balance, else 1."""
+    """Print, of a run or of each run in the directory of a comparison; 0 when all were read and balance, else 1."""
     run_dirs.check("status --books", directory, "nothing to settle")
-    found = {path: of_directory(path) for path in run_dirs.runs_in(directory, run_dirs.has_rows)}
+    found, lost = run_dirs.read_each("status --books", directory, of_directory)
+    several = len(found) + len(lost) > 1
     if as_json:
         told = {os.path.basename(path): {"runs": [as_dict(one) for one in runs], "torn_rows": torn}
                 for path, (runs, torn) in found.items()}
-        print(json.dumps(told if len(told) > 1 else next(iter(told.values())), indent=2))
+        told |= {os.path.basename(path): {"error": line} for path, line in lost.items()}
+        print(json.dumps(told if several else next(iter(told.values())), indent=2))
     else:
         for path, (runs, torn) in found.items():
-            if len(found) > 1:
+            if several:
                 show(path)
             for one in runs:
                 show("\n".join(lines(one)))
             show(f"rows cut short where a process was killed: {torn}")
-    return 0 if all(one.balanced for runs, _ in found.values() for one in runs) else 1
+    return 1 if lost or not all(one.balanced for runs, _ in found.values() for one in runs) else 0

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TypeVar
 
 from esgrpo import records
-from esgrpo.errors import EsgrpoError
+from esgrpo.errors import EsgrpoError, say
 
 HOOKS = "hooks.json"  # in records.FOLDER; in the directory itself by older releases
 ADVICE = "give the run directory (trainer.default_local_dir)"
+Found = TypeVar("Found")
 
 
 def has_hooks(path: str) -> bool:
-    """The states of its hooks lie there, which are written once all of its processes have answered."""
-    return any(os.path.exists(os.path.join(path, *name)) for name in ((records.FOLDER, HOOKS), (HOOKS,)))
+    """The states of its hooks lie there, which are written once all of its processes have answered.
+
+    Raises OSError where that cannot be known, as in a folder that may not be read.
+    """
+    for name in ((records.FOLDER, HOOKS), (HOOKS,)):
+        try:
+            os.stat(os.path.join(path, *name))
+            return True
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return False
 
 
 def has_rows(path: str) -> bool:
@@ -23,6 +34,14 @@ def has_rows(path: str) -> bool:
         return any(name.endswith(".jsonl") for name in os.listdir(os.path.join(path, records.FOLDER)))
     except OSError:
         return False
+
+
+def is_run(path: str) -> bool:
+    """It has hooks or rows, or those may not be read, which whoever reads them says; another closed folder is none."""
+    try:
+        return has_hooks(path) or has_rows(path)
+    except OSError:
+        return os.path.isdir(os.path.join(path, records.FOLDER))
 
 
 def runs_in(directory: str, is_run: Callable[[str], bool]) -> list[str]:
@@ -34,6 +53,25 @@ def runs_in(directory: str, is_run: Callable[[str], bool]) -> list[str]:
     except OSError:  # whoever reads it says so
         return [directory]
     return list(filter(is_run, below)) or [directory]
+
+
+def read_each(who: str, directory: str, read: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, str]]:
+    """({path: what `read` finds there}, {path: why it finds nothing}) of each run of a directory, the second is said,
+    too: no run of a comparison is left out, and none costs the others. Of one alone raises what `read` raises."""
+    found, lost = {}, {}
+    paths = runs_in(directory, is_run)
+    for path in paths:
+        try:
+            found[path] = read(path)
+        except (EsgrpoError, OSError) as error:
+            if len(paths) == 1:
+                raise
+            line = error if isinstance(error, EsgrpoError) else EsgrpoError(
+                who, f"{error.filename or path}: {error.strerror}", "files that can be read", "the run is left out",
+                "correct its rights")
+            say(line)
+            lost[path] = str(line)
+    return found, lost
 
 
 def check(who: str, directory: str, consequence: str) -> None:

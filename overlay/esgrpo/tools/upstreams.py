@@ -114,9 +114,15 @@ def _download(upstream: str, version: str, directory: Path) -> Path:
             found = sorted(directory.glob("*")) if directory.is_dir() else []
             if found:
                 return found[0]
-            problem = (result.stderr.strip().splitlines() or ["no output"])[-1]
+            problem = _reason(result.stderr)
     raise Unavailable(f"{upstream} {version}", problem, "a wheel in the package index", "nothing to look at",
                       "check the name and the version, and that the index is reachable")
+
+
+def _reason(told: str) -> str:
+    """Of what pip says the last line that names an error, else the last one with a word: hints and carets follow."""
+    lines = [line.strip() for line in told.splitlines() if any(map(str.isalpha, line))]
+    return next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no output")
 
 
 def _unpack(archive: Path, tree: Path) -> None:

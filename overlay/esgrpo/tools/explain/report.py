@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import math
 import re
 import statistics
 import sys
@@ -150,7 +151,9 @@ def _number(value: float | str) -> float | None:
 
 
 def arithmetic(values: dict[str, float]) -> list[tuple[bool, str]]:
-    """(holds, sentence) for every relation that the values must satisfy."""
+    """(holds, sentence) for every relation that the values must satisfy; NaN and infinity satisfy none."""
+    values = {name: value for name, value in values.items() if math.isfinite(value)}
+
     def has(*names: str) -> bool:
         return all(name in values for name in names)
 
@@ -161,8 +164,9 @@ def arithmetic(values: dict[str, float]) -> list[tuple[bool, str]]:
     if has("static/required_samples", "static/staleness_threshold", "static/max_required_samples"):
         required, staleness, most = (values[f"static/{n}"] for n in (
             "required_samples", "staleness_threshold", "max_required_samples"))
-        steps = max(1, round(most / (required * (1 + staleness)))) if required else 1
-        right = int(required * (staleness + 1) * steps) == int(most)
+        one = required * (1 + staleness)  # between two weight syncs
+        steps = max(1, round(most / one)) if one and math.isfinite(most / one) else 1
+        right = math.isfinite(one * steps) and int(one * steps) == int(most)
         found.append((right, said("required", most=most, relation=equal(right), required=required,
                                   share=1 + staleness, steps=steps)))
     if has("static/max_queue_size", "static/max_required_samples"):
@@ -200,7 +204,8 @@ def arithmetic(values: dict[str, float]) -> list[tuple[bool, str]]:
 def bottleneck(values: dict[str, list[float]]) -> str:
     """Which side the other one waits for, and by what."""
     def middle(name: str) -> float | None:
-        return statistics.median(values[name][-LATEST:]) if name in values else None
+        known = [value for value in values.get(name, ()) if math.isfinite(value)]
+        return statistics.median(known[-LATEST:]) if known else None
 
     trainer, rollouter = middle("fully_async/trainer/idle_ratio"), middle("fully_async/rollouter/idle_ratio")
     if trainer is not None and rollouter is not None:
@@ -233,19 +238,24 @@ def _latest(values: dict[str, list[float]]) -> dict[str, float]:
     return {name: series[-1] for name, series in values.items()}
 
 
-def of_log(text: str, wanted: str = "all") -> list[str]:
-    """Latest values with their meaning, then arithmetic, then the verdict."""
+def of_log(text: str, wanted: str = "all") -> tuple[list[str], bool]:
+    """(latest values with their meaning, then arithmetic, then the verdict; no values contradict each other)."""
     values = read(text)
     entries = load()
     explained = {name: pattern for name in values if (pattern := find(name, entries))}
     if not explained:
         raise EsgrpoError("explain --log", said("no_metric"), said("a_log"), said("nothing"), said("add_console"))
-    shown = {name: pattern for name, pattern in explained.items() if wanted == "all" or wanted in name}
-    width = max(map(len, shown), default=0)
+    shown = {name: pattern for name, pattern in explained.items()
+             if wanted == "all" or wanted in name or wanted == f"{PREFIX}{name}"}
+    if not shown and chosen(wanted):
+        raise EsgrpoError("explain --log", said("not_in_log", name=wanted), said("a_log"), said("nothing"),
+                          said("leave_out"))
+    width = max(map(len, shown))
     lines = [f"{name.ljust(width)}  {values[name][-1]:g}  {language.of(entries[pattern], 'means')}"
              for name, pattern in sorted(shown.items())]
-    lines += [f"{said('ok' if holds else 'wrong')}: {sentence}" for holds, sentence in arithmetic(_latest(values))]
-    return [*lines, said("verdict", verdict=bottleneck(values))]
+    relations = arithmetic(_latest(values))
+    lines += [f"{said('ok' if holds else 'wrong')}: {sentence}" for holds, sentence in relations]
+    return [*lines, said("verdict", verdict=bottleneck(values))], all(holds for holds, _ in relations)
 
 
 def main(arguments) -> int:
@@ -259,5 +269,6 @@ def main(arguments) -> int:
     except OSError as error:
         raise EsgrpoError("explain --log", f"{arguments.log}: {error.strerror}", "a log", "nothing was read",
                           "correct the path") from None
-    show("\n".join(of_log(text, arguments.metric)))
-    return 0 if all(holds for holds, _ in arithmetic(_latest(read(text)))) else 1
+    lines, holds = of_log(text, arguments.metric)
+    show("\n".join(lines))
+    return 0 if holds else 1

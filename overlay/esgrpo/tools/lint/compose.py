@@ -88,7 +88,7 @@ def compose(request: dict) -> dict:
             results[index] |= {"error": _said(error), "kind": "key"}
     answer = {"results": results, "keys": keys, "overlay": []}
     if request.get("segment"):
-        answer["overlay"] = _overlay(config.copy(), request.get("main", ""))
+        answer["overlay"] = _overlay(config.copy())
     answer["config"] = _resolved(config)
     return answer
 
@@ -119,7 +119,7 @@ def _resolved(config):
         return OmegaConf.to_container(config, resolve=False)
 
 
-def _overlay(config, main: str) -> list[dict]:
+def _overlay(config) -> list[dict]:
     """What the overlay's driver would say of this config: changed settings, or its refusal."""
     from omegaconf import OmegaConf
 
@@ -134,9 +134,11 @@ def _overlay(config, main: str) -> list[dict]:
         raw = OmegaConf.to_container(raw, resolve=True) if OmegaConf.is_config(raw) else raw
         length = config.data.max_response_length
         length = length if isinstance(length, int) else None
-        said += [{"refusal": list(error.args)} for error in settings.mistakes_of(raw)]
-        if said:  # all of them at once, where a run stops at the first
-            return said
+        mistakes = settings.mistakes_of(raw)
+        if mistakes:  # all of them at once, where a run stops at the first
+            found = [_refusal(error) for error in mistakes]
+            open_ = ", ".join(one["unchecked"] for one in found if "unchecked" in one)
+            return [one for one in found if "refusal" in one] + [{"unchecked": open_}] * bool(open_)
         segment = settings.parse(raw, length)
         loss = config.actor_rollout_ref.actor.get("policy_loss", {}).get("loss_mode", "vanilla")
         features = settings.features(segment, loss)
@@ -150,10 +152,24 @@ def _overlay(config, main: str) -> list[dict]:
         finally:
             said += [{"line": line} for line in plan.lines]
     except EsgrpoError as error:
-        said.append({"refusal": list(error.args)})
+        said.append(_refusal(error))
     except Exception as error:  # a value that only the environment knows, where a number is needed
         said.append({"unchecked": f"{type(error).__name__}: {_said(error)}"})
     return said
+
+
+def _refusal(error) -> dict:
+    """A refusal; where its value is one that only the environment knows, only that it was not judged. A key that does
+    not exist is wrong with any value."""
+    from esgrpo import conditions, config
+    from esgrpo.tools.lint.rules import PLACEHOLDER
+
+    who, found, *rest = error.args
+    exists = not who.startswith(f"{config.PREFIX}.") or any(
+        f"{config.PREFIX}.{key}.".startswith(f"{who}.") for key, *_ in conditions.leaves(config.Segment))
+    if exists and PLACEHOLDER in str(error):
+        return {"unchecked": who}
+    return {"refusal": [who, found.replace(PLACEHOLDER, "$..."), *rest]}
 
 
 def main() -> None:

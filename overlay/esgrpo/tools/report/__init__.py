@@ -19,7 +19,7 @@ DEFAULT_NAME = "report.html"
 def main(directory: str, out: str | None = None, trace: str | None = None) -> int:
     """Writes the page and its Markdown twin, or only the trace; returns the exit code.
 
-    Raises EsgrpoError for a directory without records, and without matplotlib.
+    Raises EsgrpoError for a directory without records, for options that cannot be, and without matplotlib.
     """
     from esgrpo.tools.report import load
 
@@ -27,11 +27,13 @@ def main(directory: str, out: str | None = None, trace: str | None = None) -> in
     if not root.is_dir():
         raise EsgrpoError("report", f"{root} is no directory", "a directory of result files or a run directory",
                           "nothing was written", "give bench/results, or the run's trainer.default_local_dir")
-    if trace:
+    _check_options(out, trace)
+    if trace is not None:
         from esgrpo.tools.report import trace as chrome
 
-        count = chrome.write(root, Path(trace))
-        show(f"esgrpo: {count} trace events in {trace}; open it in https://ui.perfetto.dev or chrome://tracing")
+        count, odd = chrome.write(root, Path(trace))
+        show(f"esgrpo: {count} trace events in {trace}; open it in https://ui.perfetto.dev or chrome://tracing"
+             f"{_named(odd)}")
         return 0
     records = load.records(root)
     if not records:
@@ -42,9 +44,22 @@ def main(directory: str, out: str | None = None, trace: str | None = None) -> in
     path = Path(out) if out else root / DEFAULT_NAME
     content = sections.build(records)
     page.write(content, path)
-    unknown = [record.name for record in content.unknown]
-    odd = f", unknown shape: {', '.join(unknown)}" if unknown else ""
     show(f"esgrpo: {path} and {path.with_suffix('.md').name}: "
          f"{language.counted(len(records), 'record')}, not run: {language.counted(len(content.missing), 'kind')} of "
-         f"evidence{odd}")
+         f"evidence{_named([record.name for record in content.unknown])}")
     return 0
+
+
+def _check_options(out: str | None, trace: str | None) -> None:
+    """Raises EsgrpoError for what could not be written as it was asked for."""
+    if out is not None and trace is not None:
+        raise EsgrpoError("report", "--out and --trace", "one of them", "nothing was written",
+                          "run it once with each: a trace is no page")
+    if out is not None and not out.endswith(".html"):  # Markdown of the same name would overwrite page.md
+        raise EsgrpoError("report", repr(out), "FILE.html", "nothing was written", "give another one with --out")
+    if trace is not None and not Path(trace).name:
+        raise EsgrpoError("report", repr(trace), "FILE.json", "nothing was written", "give another one with --trace")
+
+
+def _named(odd: list[str]) -> str:
+    return f", unknown shape: {', '.join(odd)}" if odd else ""

@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from esgrpo.errors import EsgrpoError
 from esgrpo.tools.report import runs, superseded, targets
 
-SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # of a record with fields amiss
+# of a record with fields amiss
+SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
+RUN_ERRORS = (*SHAPE_ERRORS, EsgrpoError)  # of a run directory; of a record an EsgrpoError is about matplotlib
 NOT_RECORDED = "not recorded"
 NO_RESULTS = ("arm.json", "metrics.jsonl", "metrics-timed.jsonl")  # of a run directory, which is read as a whole
 SIMULATED = "simulated"
@@ -218,13 +221,14 @@ def _joined(lines: list[dict]) -> list[dict]:
 
 def _contents(path: Path) -> list[dict]:
     """One object, or an object a line; what cannot be read says so in its notes."""
-    text = path.read_text(encoding="utf-8")
+    text = ""
     try:
+        text = path.read_text(encoding="utf-8")
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # what is no UTF-8, no JSON, or brackets without end
         try:
             lines = [json.loads(line) for line in text.splitlines() if line.strip()]
-        except ValueError:
+        except (ValueError, RecursionError):
             lines = []
         if not lines:
             return [{"notes": [f"no JSON: {error}"]}]
@@ -261,7 +265,7 @@ def _runs(run_dirs: list[Path]) -> list[Record]:
         name = path.resolve().name
         try:
             found[name] = runs.condense(path)
-        except SHAPE_ERRORS as error:
+        except RUN_ERRORS as error:
             broken.append(unknown(Record(name, "run", {}), error))
     if not found:
         return broken

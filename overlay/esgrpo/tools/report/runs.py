@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from esgrpo.algo import books
 from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
 from esgrpo.algo.terms import Outcome
 from esgrpo.records import read, read_counted
-from esgrpo.tools import hook_states
+from esgrpo.tools import hook_states, run_dirs
 
 CAUSES = ("paused", "starved", "tail", "sync")  # of the bubble rate of a training run
 KINDS = ("responses", "trained", "replaced", "windows", "events", "moves")
@@ -28,9 +29,13 @@ HOLD = 2  # evaluations in a row at which a target counts as reached
 
 
 def directories(root: Path) -> list[Path]:
-    """Run directories: `root` itself, or those directly in it."""
+    """Run directories: `root` itself, or those directly in it, also one that has no response or may not be read."""
     return [path for path in (root, *sorted(p for p in root.iterdir() if p.is_dir()))
-            if any((path / "esgrpo").glob("responses-*.jsonl"))]
+            if run_dirs.has_rows(str(path)) or _is_closed(path / "esgrpo")]
+
+
+def _is_closed(folder: Path) -> bool:
+    return os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK)
 
 
 def time_average(timeline: list[tuple[float, float]], width: float = BIN_S) -> list[tuple[float, float]]:
@@ -237,10 +242,18 @@ def _arm(run_dir: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
+def responses_of(run_dir: Path) -> list[Mapping]:
+    """Raises ValueError without any: a run that died early."""
+    found = read(str(run_dir), "responses")
+    if not found:
+        raise ValueError("there are rows, but no responses")
+    return found
+
+
 def condense(run_dir: Path) -> dict:
     """Totals and curves of one run, from its first response on."""
     arm = _arm(run_dir)
-    responses = read(str(run_dir), "responses")
+    responses = responses_of(run_dir)
     start = min(r["started"] for r in responses)
     rows = with_fates(run_dir, 0.0, math.inf)
     windows = [w for w in read(str(run_dir), "windows") if w["start"] + w["seconds"] > start]
@@ -254,7 +267,7 @@ def condense(run_dir: Path) -> dict:
         "command": f"arm {arm['name']!r} of a benchmark, {len(overrides)} overrides in its arm.json" if arm else "",
         "seeds": [o.partition("=")[2] for o in overrides if o.startswith("data.seed=")],
         "torn": sum(read_counted(str(run_dir), kind)[1] for kind in KINDS),
-        "hooks": hook_states.read("report", str(hooks), "nothing was written") if hooks.exists() else [],
+        "hooks": hook_states.read("report", str(hooks), "the run is left out") if hooks.exists() else [],
         "curves": curves(training_reward(rows, start), windows, rows, start),
         "facts": {
             "seconds": seconds, "responses": len(rows), "pruned": sum(r["outcome"] == Outcome.PRUNE for r in rows),

@@ -106,7 +106,7 @@ def of_run_directory(run_dir: Path) -> tuple[list[Stay], list[Moment]]:
     def process(replica: str) -> str:
         return f"{run_dir.resolve().name}: {f'replica {replica}' if replica else REPLICAS_UNKNOWN}"
 
-    responses = read(str(run_dir), "responses")
+    responses = runs.responses_of(run_dir)
     zero = min(r["started"] for r in responses)
     stays = []
     for r in responses:
@@ -149,28 +149,35 @@ def of_policy_run(one: dict, folder: Path) -> tuple[list[Stay], list[Moment]]:
     return stays, syncs
 
 
-def collect(root: Path) -> tuple[list[Stay], list[Moment]]:
-    """All requests that the records of `root` know; several runs stand below one another, each from second 0."""
+def collect(root: Path) -> tuple[list[Stay], list[Moment], list[str]]:
+    """All requests that the records of `root` know, and what was not understood; several runs stand below one another,
+    each from second 0."""
     stays: list[Stay] = []
     moments: list[Moment] = []
-    parts = [of_run_directory(run_dir) for run_dir in runs.directories(root)]
-    parts += [of_policy_run(one, record.folder) for record in load.records(root) if record.kind == "engine"
-              for one in record.data["runs"] if one.get("trace")]
-    for more_stays, more_moments in parts:
+    odd: list[str] = []
+    parts = [(path.resolve().name, of_run_directory, (path,)) for path in runs.directories(root)]
+    parts += [(one["trace"], of_policy_run, (one, record.folder)) for record in load.records(root)
+              if record.kind == "engine" for one in record.data["runs"] if one.get("trace")]
+    for name, read_part, arguments in parts:
+        try:
+            more_stays, more_moments = read_part(*arguments)
+        except load.SHAPE_ERRORS:
+            odd.append(name)
+            continue
         stays += more_stays
         moments += more_moments
-    return stays, moments
+    return stays, moments, odd
 
 
-def write(root: Path, path: Path) -> int:
-    """Writes the trace of all records under `root`; returns the number of events.
+def write(root: Path, path: Path) -> tuple[int, list[str]]:
+    """Writes the trace of all records under `root`; returns the number of events, and what was not understood.
 
     Raises EsgrpoError when no record has requests, or `path` cannot be written.
     """
-    stays, moments = collect(root)
+    stays, moments, odd = collect(root)
     if not stays:
         raise EsgrpoError("report --trace", f"no record in {root} has requests", "a run directory, or engine results "
                           "with traces", "nothing was written", "give a run directory (trainer.default_local_dir)")
     found = events(stays, moments)
     write_whole(path, json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}), "--trace")
-    return len(found)
+    return len(found), odd

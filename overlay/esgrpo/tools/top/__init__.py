@@ -21,7 +21,7 @@ WIDTH, NARROWEST = 100, 80  # of what is no terminal; drawn for at least so many
 
 
 def main(run_dir: str, once: bool, period: float = PERIOD_S) -> int:
-    """Draw until Ctrl-C, or one frame: `once`, or where the output is no terminal. Raises EsgrpoError."""
+    """Draw until Ctrl-C, or one frame: `once`, or where nothing can be drawn over. Raises EsgrpoError."""
     if find_spec("rich") is None:
         raise EsgrpoError("top", f"rich is not installed in {sys.prefix}", "rich 13 or later", NOTHING,
                           "pip install 'esgrpo[top]', or pip install rich")
@@ -31,7 +31,7 @@ def main(run_dir: str, once: bool, period: float = PERIOD_S) -> int:
 
     follower, loop = _read(run_dir)
     console = Console(highlight=False)
-    if once or not console.is_terminal:
+    if once or not console.is_terminal or console.is_dumb_terminal:  # a dumb one shows nothing of a live screen
         if not console.is_terminal and "COLUMNS" not in os.environ:
             console = Console(highlight=False, width=WIDTH)
         console.print(_frame(run_dir, follower, loop, console.width, waits=False))
@@ -44,12 +44,15 @@ def _live(run_dir: str, follower, loop, console, period: float) -> None:
     """Until Ctrl-C or SIGTERM; the terminal is then as it was."""
     from rich.live import Live
 
+    from esgrpo.tools.top import screen
+
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 loop.take(follower.poll())
-                live.update(_frame(run_dir, follower, loop, console.width), refresh=True)
+                frame = _frame(run_dir, follower, loop, console.width)
+                live.update(screen.fitted(console, frame), refresh=True)
                 time.sleep(period)
     finally:
         signal.signal(signal.SIGTERM, before)

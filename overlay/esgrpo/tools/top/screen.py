@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -246,3 +247,13 @@ def frame(run_dir: str, loop: Loop, now: float, alive: bool | None, problems: It
     sides.add_column(width=half)
     sides.add_row(Group(*left), Group(*right))
     return Group(*top, sides)
+
+
+def fitted(console: Console, whole: RenderableType) -> RenderableType:
+    """As much of a frame as the terminal has lines for; where that is not all, its last line says so."""
+    lines = console.render_lines(whole, pad=False)
+    room = console.height - 1
+    if len(lines) <= console.height:
+        return whole
+    shown = Segments(part for line in lines[:room] for part in (*line, Segment.line()))
+    return Group(shown, Text(said("more_lines", count=len(lines) - room), style="yellow"))

@@ -63,7 +63,7 @@ async def generate_resuming(client, request_id, *, prompt_ids, sampling_params, 
     resumes = training is None or training.partial_rollout  # verl's v1 trainers have no such section and always resume
     # verl's rebalancing among hybrid replicas polls until no request is in flight; with kept requests ours does not
     lends = bool(getattr(training, "use_dynamic_resource_scheduling", False))
-    # after validation on the trainer's devices verl opens the gates of hybrid replicas behind which it put them to sleep
+    # after validation on the trainer's devices verl puts hybrid replicas to sleep, and opens their gates
     validates = bool(getattr(training, "use_trainer_do_validate", False))
     wait = ResumeWait(steady=validates or (lends and not settings.current().keeps))
     total = TokenOutput(token_ids=[], log_probs=[], num_preempted=0)
