@@ -50,6 +50,13 @@ def test_a_session_counts_once_in_its_group():
     assert advantages(True, KEYS, REWARDS) == pytest.approx([one_each[0]] * 3 + [one_each[1]])
 
 
+def test_a_session_whose_final_output_is_masked_takes_no_part(monkeypatch):
+    """Its other outputs may still have their masks: the row of the audit is the final output's."""
+    whole = {"u_0": [6], "u_1": [5], "u_2": [6], "u_3": [3]}
+    assert predicted(monkeypatch, whole | {"u_3": [3, 0]})["u_3"] == [0.0] * 3
+    assert predicted(monkeypatch, whole | {"u_3": [3, 3]})["u_3"] != [0.0] * 6
+
+
 def test_without_the_hook_it_counts_three_times():
     assert advantages(False, KEYS, REWARDS)[3] != pytest.approx(advantages(True, KEYS, REWARDS)[3])
 

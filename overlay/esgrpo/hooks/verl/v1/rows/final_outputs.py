@@ -48,8 +48,10 @@ def of_final_outputs(call, keys, final):
     windows = {key: (session, slice(number * width, (number + 1) * width))
                for session, last in enumerate(final)
                for number, key in enumerate(outputs[last.rpartition("_")[0]])}
+    masked = [not mask[place[last]].any() for last in final]  # no loss may see such a session
     for key, window in windows.items():
-        part.batch["response_mask"][window] = mask[place[key]]
+        if not masked[window[0]]:
+            part.batch["response_mask"][window] = mask[place[key]]
     found = call(data=part, batch_keys=final).batch["advantages"]
     advantages = torch.stack([found[windows[key]] for key in keys])
     data.batch["advantages"] = data.batch["returns"] = advantages
