@@ -126,7 +126,7 @@ def config_of(directory: Path):
     return OmegaConf.create({
         "trainer": {"resume_mode": "auto", "default_hdfs_dir": None, "default_local_dir": str(directory),
                     "balance_batch": False, "save_freq": 1, "esi_redundant_time": 0,
-                    "del_local_ckpt_after_load": False},
+                    "del_local_ckpt_after_load": False, "total_epochs": 1},
         "rollout": {"total_epochs": 1}, "async_training": {"trigger_parameter_sync_step": 1},
         "actor_rollout_ref": {"rollout": {"n": SIZE, "multi_turn": {"enable": False}}}})
 

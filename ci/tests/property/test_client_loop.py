@@ -39,7 +39,7 @@ class ScriptedServer:
     def __init__(self, member, script, version=-1):
         self.member, self.script, self.version = member, list(script), version
         self.budgets, self.prompts, self.fields = [], [], []
-        self.kinds, self.preempted, self.prefilled = [], 0, 0
+        self.kinds, self.counts, self.preempted, self.prefilled = [], [], 0, 0
         self.stamps = []  # weight version of every token, as the engine knew it
         self.made, self.asked_in = 0, None  # the attempt during which a sibling asked
 
@@ -87,6 +87,7 @@ class ScriptedServer:
         self.stamps += stamps
         self.last_stamps = stamps
         self.kinds.append(kind)
+        self.counts.append(len(tokens))
         self.preempted += 1
         self.prefilled += (prompt_tokens - extra.get("num_cached_tokens", 0)) if len(self.kinds) > 1 else 0
         empty = kind == "abort" and not tokens
@@ -181,7 +182,7 @@ def test_every_response_ends_once_and_an_asked_one_is_not_resumed(call):
     if not summary["candidate"]:
         assert summary["outcome"] == last == "finish"
         return
-    assert server.asked_in == len(server.kinds) - 1
+    assert server.asked_in == len(server.kinds) - 1 or not sum(server.counts[:-1])  # verl wants a token of each
     assert (summary["outcome"], summary["rule"]) == ("prune", "enough")
     assert (output.stop_reason == "pruned") == (last != "finish")  # it may have ended before the engine heard of it
     event(f"last={last}")
