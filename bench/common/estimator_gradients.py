@@ -33,7 +33,8 @@ from esgrpo import config
 from esgrpo.algo.audit import Audit
 from esgrpo.algo.group_pruning import Decided, Finished, GroupPruner
 from esgrpo.algo.loops import surprisal
-from esgrpo.algo.terms import Rule, Treatment
+from esgrpo.algo.terms import Outcome, Rule, Treatment
+from esgrpo.algo.treatment import CutWeights
 from esgrpo.losses import Tossed, grpo_segment_advantage
 
 SIZE, LOOK, PROJECTED = 8, 64, 4096
@@ -50,7 +51,8 @@ FACTS = {"size": SIZE, "look": LOOK, "projected": PROJECTED, "threshold": THRESH
 
 @dataclass(frozen=True)
 class Arm:
-    """`trained`: of a cut response, or it is a control that counts it and leaves it out. `weights`: by the coin."""
+    """`trained`: of a cut response, or it is a control that counts it and leaves it out. `weights`: by the coin.
+    `alike`: a loss that divides every row by its own tokens, of complete groups, too; `cut_weights`: of the product."""
 
     name: str
     treatment: str
@@ -58,15 +60,19 @@ class Arm:
     norm: bool = False
     trained: bool = True
     weights: bool = True
+    alike: bool = False
+    cut_weights: bool = False
 
 
 ARMS = (
     Arm("failed", Treatment.FAILED), Arm("failed, divided by std", Treatment.FAILED, norm=True),
+    Arm("failed, responses alike", Treatment.FAILED, alike=True, cut_weights=True),
     Arm("value", Treatment.VALUE),
     *(Arm(f"{treatment}, pi {pi:g}", treatment, pi) for treatment in (Treatment.DOUBLY_ROBUST, Treatment.MASKED)
       for pi in (0.1, 0.25)),
     Arm("control: counted, not trained", Treatment.FAILED, trained=False),
     Arm("control: masked, no weights", Treatment.MASKED, weights=False),
+    Arm("control: responses alike, no factor", Treatment.FAILED, alike=True),
 )
 
 
@@ -248,16 +254,37 @@ def weights_of(arm: Arm, groups: list[list[Answer]], decisions: list[dict[int, D
     return [values[start:start + SIZE].tolist() for start in range(0, len(flat), SIZE)]
 
 
-def estimates(groups: list[list[Answer]], decisions: list[dict[int, Decided]],
+def estimates(arm: Arm, groups: list[list[Answer]], decisions: list[dict[int, Decided]],
               values: list[list[list[float]]]) -> torch.Tensor:
     """[groups, PROJECTED]: sum of advantage times gradient, over the members; a cut tail has the advantage 0."""
+    divisors = divisors_of(arm, groups, decisions)
     found = torch.zeros(len(groups), PROJECTED)
     for number, (group, decided, pairs) in enumerate(zip(groups, decisions, values, strict=True)):
         for member, (answer, (head, tail)) in enumerate(zip(group, pairs, strict=True)):
             whole = answer.gradients[-1]
             split = answer.gradients[decided[member].tokens // LOOK] if member in decided else whole
-            found[number] += (head * split + tail * (whole - split)) / SIZE
+            found[number] += (head * split + tail * (whole - split)) / (SIZE * divisors[number][member])
     return found
+
+
+def divisors_of(arm: Arm, groups: list[list[Answer]], decisions: list[dict[int, Decided]]) -> list[list[float]]:
+    """What a row's tokens are divided by: 1, or where rows count alike, the tokens that it has, over its cut weight."""
+    if not arm.alike:
+        return [[1.0] * SIZE for _ in groups]
+    rows = []
+    for group, decided in zip(groups, decisions, strict=True):
+        for member, answer in enumerate(group):
+            item = decided.get(member)
+            gone = item is not None and item.verdict.prune
+            rule, reason = (item.verdict.rule, item.verdict.reason) if item else ("", "")
+            rows.append({"outcome": Outcome.PRUNE if gone else Outcome.FINISH, "rule": rule if gone else "",
+                         "tokens": item.tokens if gone else len(answer.tokens), "candidate_rule": rule,
+                         "exempted": item is not None and not gone, "decided_by": reason})
+    weights = CutWeights(MAX_RESPONSE_TOKENS)
+    for row in rows:
+        weights.learn(row)
+    flat = [row["tokens"] / (weights.of(row) if arm.cut_weights else 1.0) for row in rows]
+    return [flat[start:start + SIZE] for start in range(0, len(flat), SIZE)]
 
 
 def squared_mean(rows: torch.Tensor) -> float:
@@ -321,13 +348,13 @@ def run_arm(arm: Arm, rule: str, groups: list[list[Answer]], predictor: Predicto
             own: list[list[dict[int, list[float]]]], seed: int) -> Found:
     none: list[dict[int, Decided]] = [{} for _ in groups]
     full = dataclasses.replace(arm, treatment=Treatment.FAILED, trained=True)
-    whole = estimates(groups, none, weights_of(full, groups, none))
+    whole = estimates(full, groups, none, weights_of(full, groups, none))
     draws, tokens, cuts, right = [], 0, 0, 0.0
     for draw in range(DRAWS):
         pruner = new_pruner(arm, 1000 * seed + draw)
         decisions = [play(group, rule, pruner, f"g{number}", own[number], predictor)
                      for number, group in enumerate(groups)]
-        draws.append(estimates(groups, decisions, weights_of(arm, groups, decisions)))
+        draws.append(estimates(arm, groups, decisions, weights_of(arm, groups, decisions)))
         for group, found in zip(groups, decisions, strict=True):
             for member, answer in enumerate(group):
                 gone = member in found and found[member].verdict.prune

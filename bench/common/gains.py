@@ -35,7 +35,7 @@ SEVEN_B = "engine_h200_7b.jsonl"
 SEVEN_B_EIGHT = ("engine_h200_7b_three_seeds.jsonl", "engine_h200_7b_eight_updates.jsonl")
 # room for all, eight updates; without a barrier; two replicas with scarce memory against Seer
 SEVEN_B_AMPLE, SEVEN_B_ASYNC = ("engine_h200_7b_ample.jsonl",), ("engine_h200_7b_async.jsonl",)
-SEVEN_B_ROLLPACKER = ("engine_h200_7b_ample_rollpacker.jsonl",)
+SEVEN_B_ROLLPACKER = ("engine_h200_7b_ample_rollpacker.jsonl", "engine_h200_7b_ample_rollpacker_third_seed.jsonl")
 LOSSES_GPU = {"loss": "train_h200_smollm2_losses.json", "slow_loss": "train_h200_smollm2_losses_2e5.json"}
 SEVEN_B_SEER = "engine_h200_7b_seer.jsonl"
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")

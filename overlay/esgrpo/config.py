@@ -380,13 +380,13 @@ def idle(segment: Segment, response_length: int | None = None) -> list[str]:
                     for key, value, left in conditions.deciding_nothing(segment, Segment())]
 
 
-def features(segment: Segment, loss_mode: str) -> frozenset[str]:
-    """Names that hooks are switched on by."""
+def features(segment: Segment, loss_mode: str, weighs_cut_rows: bool = False) -> frozenset[str]:
+    """Names that hooks are switched on by; `weighs_cut_rows`: because of how the loss is aggregated."""
     switches = {Feature.OBSERVE: segment.enable or segment.observe, Feature.SEGMENT: segment.enable,
                 Feature.PRUNE: segment.prunes, Feature.YIELD: segment.enable and segment.boundary == "yield",
                 Feature.HISTORY: segment.history.enable, Feature.ROUTING: segment.routing.enable,
                 Feature.TAILS: segment.routing.enable and segment.routing.tail_share > 0,
-                Feature.SAMPLER: segment.sampler.enable, Feature.WEIGHTED: segment.weighted,
+                Feature.SAMPLER: segment.sampler.enable, Feature.WEIGHTED: segment.weighted or weighs_cut_rows,
                 Feature.KEEP: segment.keeps, Feature.TOKEN_OUTPUTS: segment.token_outputs,
                 Feature.NULL_GROUPS: segment.enable and segment.null_groups != NullGroups.TRAIN,
                 Feature.OVERLAP: segment.overlap.enable, Feature.DMMPT: segment.dmmpt.enable,
@@ -408,10 +408,12 @@ def facts() -> dict:
     """What the driver knows of the run and a worker does not.
 
     devices, replicas, optimizer_steps_per_version, prompts_per_version, batches_per_version (of the trainer's metrics),
-    response_length (tokens), trainer (as algo/decisions.py names them), overlap_fixed (settings that are not moved).
+    response_length (tokens), trainer (as algo/decisions.py names them), overlap_fixed (settings that are not moved),
+    weighs_cut_rows (because of how the loss is aggregated).
     """
     defaults = {"devices": 1, "replicas": 1, "optimizer_steps_per_version": 1, "prompts_per_version": 1,
-                "batches_per_version": 1, "response_length": 0, "trainer": "", "overlap_fixed": ()}
+                "batches_per_version": 1, "response_length": 0, "trainer": "", "overlap_fixed": (),
+                "weighs_cut_rows": False}
     return {**defaults, **json.loads(os.environ.get(ENV_FACTS) or "{}")}
 
 

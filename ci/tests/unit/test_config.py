@@ -424,6 +424,7 @@ def test_frozen():
 ])
 def test_features(values, loss_mode, names):
     assert config.features(parse(values), loss_mode) == frozenset(names.split())
+    assert config.features(parse(values), loss_mode, True) == frozenset([*names.split(), "weighted"])
 
 
 @pytest.mark.parametrize("value", [True, False])

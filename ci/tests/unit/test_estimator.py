@@ -200,6 +200,66 @@ def test_through_verls_compute_advantage(monkeypatch):
     assert weighted_rows.current() is None
 
 
+ALIKE = "seq-mean-token-mean"
+
+
+@pytest.mark.hook("keep-probabilities-reach-estimator")
+def test_cutting_leaves_the_weight_of_every_token_that_is_left(monkeypatch):
+    """verl's compute_advantage and agg_loss: a failure of 8 tokens, whole and cut at 2, under a mean over each row."""
+    pytest.importorskip("verl")
+    from verl import DataProto
+    from verl.trainer.ppo.core_algos import agg_loss
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    from esgrpo import config
+    from esgrpo.hooks.verl.losses import weighted_rows
+
+    monkeypatch.setattr(weighted_rows, "_cut_weights", None)
+    monkeypatch.setenv(config.ENV_FACTS, json.dumps({"response_length": 8, "weighs_cut_rows": True}))
+    scores = torch.zeros(3, 8)
+    scores[0, 7] = 1.0
+    summaries = [{"group": "g", "member": member, "outcome": "finish", "rule": "", "tokens": 8} for member in range(3)]
+
+    def slope(function, tokens):
+        """d loss / d log-prob of the last row's first token."""
+        mask = torch.ones(3, 8)
+        mask[2, tokens:] = 0
+        rows = np.empty(3, dtype=object)
+        rows[:] = [*summaries[:2], {**summaries[2], **(
+            {"outcome": "prune", "rule": "verdict", "tokens": tokens} if tokens < 8 else {})}]
+        data = DataProto.from_dict(tensors={"token_level_rewards": scores, "response_mask": mask},
+                                   non_tensors={"uid": np.array(["g"] * 3, dtype=object), "esgrpo": rows})
+        found = function(data, "grpo").batch
+        assert found["returns"][2, 0] < 0  # as verl has them
+        log_prob = torch.zeros(3, 8, requires_grad=True)
+        agg_loss(-found["advantages"] * log_prob, mask, ALIKE).backward()
+        return float(log_prob.grad[2, 0])
+
+    ours = wrapped(weighted_rows, compute_advantage)
+    whole = slope(ours, 8)
+    assert whole == slope(compute_advantage, 8)
+    assert slope(ours, 2) == pytest.approx(whole)
+    assert [weighted_rows.cut_weight(row) for row in summaries] == [1.0, 1.0, 0.25]
+    assert slope(compute_advantage, 2) == pytest.approx(4 * whole)  # negative control: plain verl
+
+
+@pytest.mark.parametrize("prune, mode, loss_mode, legacy, weighs, said", [
+    ({"repetition": {"enable": True}}, ALIKE, "vanilla", False, True, "weighs as much as"),
+    ({"verdict": {"enable": True}, "audit": {"enable": True}}, ALIKE, "pois", False, True, "weighs as much as"),
+    ({"repetition": {"enable": True}}, ALIKE, "dro", False, False, "favours short"),
+    ({"repetition": {"enable": True}}, ALIKE, "vanilla", True, False, "favours short"),
+    ({"repetition": {"enable": True}}, "token-mean", "vanilla", False, False, ""),
+    ({"repetition": {"enable": True}, "treatment": "masked"}, ALIKE, "vanilla", False, False, ""),
+    ({}, ALIKE, "vanilla", False, False, "")])
+def test_when_cut_rows_get_a_factor(prune, mode, loss_mode, legacy, weighs, said):
+    from esgrpo.hooks.verl.run.pruning_rules import weighs_cut_rows
+
+    plan, config = planned(prune, mode, loss_mode=loss_mode, **({"compute_prox_log_prob": False} if legacy else {}))
+    assert weighs_cut_rows(config, plan.segment) is weighs
+    lines = [line for line in plan.lines if ALIKE in line]
+    assert len(lines) == bool(said) and said in "".join(lines)
+
+
 @pytest.mark.parametrize("mode,factor,line", [("token-mean", None, "token-mean -> seq-mean-token-sum-norm"),
                                               ("seq-mean-token-sum-norm", None, "loss_scale_factor: null -> 64"),
                                               ("seq-mean-token-sum-norm", 64, None)])
@@ -211,7 +271,12 @@ def test_the_denominator_of_a_weighted_gradient_is_fixed(mode, factor, line):
     assert {key: value for key, value in plan.settings.items() if "loss_scale_factor" in key} == changed
 
 
-def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois", norm=False, **async_training):
+def adjusted(*args, **values):
+    return planned(*args, **values)[0]
+
+
+def planned(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois", norm=False, **async_training):
+    """What the driver plans, and verl's config."""
     from omegaconf import OmegaConf
 
     from esgrpo import config as settings
@@ -227,7 +292,7 @@ def adjusted(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois",
     segment = settings.parse({"enable": True, "segment_length": 32, "prune": prune})
     plan = Plan(segment)
     fill(plan, config, settings.features(segment, loss_mode))
-    return plan
+    return plan, config
 
 
 @pytest.mark.parametrize("treatment", ["failed", "value", "doubly_robust", "masked"])

@@ -13,7 +13,7 @@ from esgrpo import config, losses
 from esgrpo.algo import audit
 from esgrpo.algo.group_pruning import Finished, GroupPruner
 from esgrpo.algo.terms import Rule, Treatment
-from esgrpo.algo.treatment import Rewards, is_resolved_null, masked
+from esgrpo.algo.treatment import ASSUMED, NEWEST, CutWeights, Rewards, is_resolved_null, masked
 from esgrpo.algo.verdict import Verdicts
 from esgrpo.algo.verdict_features import Glance
 from esgrpo.algo.verdict_gate import FIRST, Settings
@@ -39,6 +39,45 @@ CUT = {"outcome": "prune", "rule": "resolved"}
     ([row(), row(outcome="abort")], [False, False]), ([], [])])
 def test_who_is_masked(rows, expected):
     assert masked(rows) == expected
+
+
+def let_run(tokens, **facts):
+    return row(candidate_rule="verdict", exempted=True, decided_by="coin", tokens=tokens, **facts)
+
+
+def cut_at(tokens, rule="verdict"):
+    return row(outcome="prune", rule=rule, tokens=tokens)
+
+
+def test_a_cut_row_weighs_what_its_part_of_the_whole_would():
+    weights = CutWeights(2048)
+    assert weights.of(cut_at(256)) == pytest.approx(256 / 2048)  # nothing seen: it would run to the budget
+    assert weights.of(row(tokens=9)) == weights.of(cut_at(2048)) == weights.of(cut_at(0)) == 1.0
+    for _ in range(NEWEST):
+        weights.learn(let_run(512))
+    share = 256 * (NEWEST / 512 + ASSUMED / 2048) / (NEWEST + ASSUMED)
+    assert weights.of(cut_at(256)) == pytest.approx(share) and weights.of(cut_at(1024)) == 1.0
+    assert weights.of(cut_at(256, "repetition")) == pytest.approx(256 / 2048)  # each rule for itself
+
+
+@pytest.mark.parametrize("other", [
+    let_run(64, outcome="prune", rule="verdict"), let_run(64) | {"decided_by": "cap"}, let_run(0), row(tokens=64),
+    let_run(64) | {"exempted": False}, {"outcome": "finish"}])
+def test_only_those_that_a_coin_or_a_warm_up_let_run_are_evidence(other):
+    weights = CutWeights(2048)
+    weights.learn(other)
+    assert weights.of(cut_at(256)) == pytest.approx(256 / 2048)
+
+
+@pytest.mark.parametrize("lengths", [[700, 2048], [300, 300, 2048, 2048, 1500], [2048]])
+def test_a_token_of_a_cut_row_weighs_as_in_the_mean_complete_one(lengths):
+    """Under a mean over the tokens of each row: factor over c is E(1 / L)."""
+    weights, at = CutWeights(2048), 256
+    for _ in range(NEWEST // len(lengths)):
+        for tokens in lengths:
+            weights.learn(let_run(tokens))
+    wanted = sum(1 / tokens for tokens in lengths) / len(lengths)
+    assert weights.of(cut_at(at)) / at == pytest.approx(wanted, rel=0.1)
 
 
 def test_rewards_are_put_on_the_scale_of_those_that_were_seen():

@@ -285,7 +285,9 @@ def batch_metrics(rows: Sequence[dict], seconds: float, devices: int) -> dict[st
     balance = token_balance(rows)
     spans = [len(row["spans"]) for row in rows]
     times = [row["ended"] - row["started"] for row in rows]
+    weights = [row["cut_weight"] for row in rows if row.get("cut_weight", 1.0) < 1]
     return {
+        **({"prune/cut_weight": sum(weights) / len(weights)} if weights else {}),
         "prune/rate": sum(row["pruned"] for row in rows) / len(rows),
         "prune/cut_rate": sum(row["outcome"] == Outcome.PRUNE for row in rows) / len(rows),
         "waste/pruned": balance["pruned"],

@@ -197,6 +197,7 @@ class Trained(Response):
     trained: bool = True
     pruned: bool = False
     gradient: bool = False
+    cut_weight: float = 1.0  # factor of its advantage: algo.treatment.CutWeights
     trained_in: int | None = None  # the start that trained it; None: the one that generated it
     step: int | None = None
 

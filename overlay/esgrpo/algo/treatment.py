@@ -5,7 +5,8 @@ predicted for it before its coin was tossed, w = kept / pi, and b the mean of th
 treatment has them.
 
     failed         trained as it is, with the score that the reward function gives to what there is: that of a failure.
-                   GRPO over these rewards, without weights. Off by the gradient of what is lost with a false cut
+                   GRPO over these rewards, without weights (but `CutWeights`). Off by the gradient of what is lost
+                   with a false cut
     value          trained as it is, with the reward m. Off by the gradient of the tail only, which is small where m is
                    near an end of the scale
     doubly_robust  the tokens up to the decision get m + w (R - m) - b, those after it w (R - b): no bias, whatever m
@@ -18,10 +19,15 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from esgrpo.algo.audit import SAMPLED
 from esgrpo.algo.terms import Outcome, Rule, Treatment
+
+ASSUMED = 10  # candidates of the whole budget, that count beside those whose length was seen
+NEWEST = 200  # of each rule that are remembered: the policy changes
 
 
 @dataclass
@@ -53,7 +59,35 @@ class Rewards:
         return sum(share * mean.value for share, mean in shares if share > 0)
 
 
-def is_cut(row: dict) -> bool:
+class CutWeights:
+    """What the advantage of a cut row that is trained as it is (`failed`) is multiplied by, where a loss divides each
+    row by its own tokens (verl's `loss_agg_mode=seq-mean-token-mean`).
+
+    There a token of a complete response of L tokens weighs 1 / L, and one of the same response cut at c tokens 1 / c:
+    what a failure begins with would be pushed down L / c times as hard, and short answers would be taught. `of` takes
+    that back: c E(1 / L), at most 1. E(1 / L) is that of the candidates of the same rule that were let run, whom a coin
+    or a warm-up chose; before there are many, of responses of the whole budget.
+    """
+
+    def __init__(self, budget: int):
+        self._budget = budget
+        self._seen: Mapping[str, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
+
+    def learn(self, row: Mapping) -> None:
+        if (row["outcome"] == Outcome.FINISH and row.get("exempted") and row.get("decided_by") in SAMPLED
+                and row["tokens"] > 0):
+            self._seen[row["candidate_rule"]].append(1 / row["tokens"])
+
+    def of(self, row: Mapping) -> float:
+        """In (0, 1]: 1 for a row that was not cut."""
+        if not is_cut(row) or not row["tokens"]:
+            return 1.0
+        seen = self._seen.get(row["rule"], ())
+        inverse = (sum(seen) + ASSUMED / self._budget) / (len(seen) + ASSUMED)
+        return min(1.0, row["tokens"] * inverse)
+
+
+def is_cut(row: Mapping) -> bool:
     return row["outcome"] == Outcome.PRUNE
 
 

@@ -1,4 +1,4 @@
-"""Carries what the audit knows of rows to the advantage estimator `grpo_segment`."""
+"""Carries what the audit knows of rows to the advantage estimator `grpo_segment`, or weighs cut rows after any."""
 
 from __future__ import annotations
 
@@ -26,13 +26,54 @@ HOOK = Hook(
 _CURRENT: contextvars.ContextVar = contextvars.ContextVar("esgrpo_tossed", default=None)
 
 
+_cut_weights = None  # of this process: what candidates came to that were let run
+_factors: dict[tuple, float] = {}  # of the batch in hand: group and member of its cut rows
+
+
 def around(call):
+    from esgrpo import config
+
+    if config.facts()["weighs_cut_rows"]:
+        return weigh_cut_rows(call())
     data = call.arguments["data"]
     token = _CURRENT.set(tossed_of(data.non_tensor_batch))
     try:
         return call()
     finally:
         _CURRENT.reset(token)
+
+
+def weigh_cut_rows(data):
+    """A batch with its advantages, those of cut rows multiplied by `algo.treatment.CutWeights`.
+
+    Rows without a summary (of an agent loop that bypasses verl's server client) are not ours, and stay as they are.
+    """
+    import torch
+
+    from esgrpo import config
+    from esgrpo.algo.treatment import CutWeights
+
+    global _cut_weights, _factors
+    if _cut_weights is None:
+        _cut_weights = CutWeights(config.facts()["response_length"])
+    rows = data.non_tensor_batch.get("esgrpo")
+    rows = [row or {"outcome": "finish"} for row in rows] if rows is not None else []
+    for row in rows:
+        _cut_weights.learn(row)
+    factors = [_cut_weights.of(row) for row in rows]
+    _factors = {(row["group"], row["member"]): factor for row, factor in zip(rows, factors, strict=True) if factor < 1}
+    if not _factors:
+        return data
+    advantages = data.batch["advantages"]
+    # a new tensor: the returns of an estimator for outcome rewards are the same one
+    data.batch["advantages"] = advantages * torch.tensor(factors, dtype=advantages.dtype,
+                                                         device=advantages.device).unsqueeze(-1)
+    return data
+
+
+def cut_weight(row) -> float:
+    """Factor of the row of this summary in the batch in hand."""
+    return _factors.get((row["group"], row["member"]), 1.0)
 
 
 def current():

@@ -62,6 +62,7 @@ def write(rows: list[dict]) -> None:
 def rows_of(batch) -> list[dict]:
     """One plain dict per row: what it cost, whether it was pruned, and whether it carries gradient."""
     from esgrpo import config
+    from esgrpo.hooks.verl.losses.weighted_rows import cut_weight
     from esgrpo.losses import correct_rows
 
     mask = batch.batch["response_mask"].bool()
@@ -72,7 +73,8 @@ def rows_of(batch) -> list[dict]:
     rows = []
     for index, summary in enumerate(batch.non_tensor_batch["esgrpo"]):
         rows.append({**summary, "score": scores[index], "correct": correct[index], "trained": True,
-                     "pruned": not bool(mask[index].any()), "gradient": gradient[index]})
+                     "pruned": not bool(mask[index].any()), "gradient": gradient[index],
+                     "cut_weight": cut_weight(summary)})
     return rows
 
 

@@ -40,6 +40,7 @@ def prepare(config) -> None:
     from esgrpo import compat, engine, guard, records
     from esgrpo import config as settings
     from esgrpo.algo.rows import Decisions
+    from esgrpo.hooks.verl.run.pruning_rules import weighs_cut_rows
 
     rollout = config.actor_rollout_ref.rollout
     raw = rollout.get("segment")
@@ -47,12 +48,16 @@ def prepare(config) -> None:
     for line in (*settings.idle(segment, config.data.max_response_length), *_unwritable_history(segment)):
         say(f"esgrpo: {line}")
     loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
-    features = settings.features(segment, loss_mode)
+
+    def named(segment):
+        return settings.features(segment, loss_mode, weighs_cut_rows(config, segment))
+
+    features = named(segment)
     v1 = is_v1(config)
     if features and v1:
         features |= {"v1"}
     segment = _adjust(config, segment, features)
-    features &= settings.features(segment, loss_mode) | {"v1"}  # a rule may have taken a switch back
+    features &= named(segment) | {"v1"}  # a rule may have taken a switch back
     os.environ[settings.ENV_SEGMENT] = settings.to_json(segment)
     os.environ[settings.ENV_FEATURES] = ",".join(sorted(features))
     os.environ[settings.ENV_FACTS] = json.dumps(_facts(config, segment))
@@ -124,6 +129,7 @@ def _facts(config, segment) -> dict:
     """Accelerators (trainer plus standalone rollout), rollout replicas, optimiser steps and prompts of a version."""
     from esgrpo.hooks.verl.run.config_rules import optimizer_steps_per_version, prompts_per_version
     from esgrpo.hooks.verl.run.overlap_rules import overlap_fixed
+    from esgrpo.hooks.verl.run.pruning_rules import weighs_cut_rows
 
     rollout = config.get("rollout")
     if is_v1(config):
@@ -137,7 +143,8 @@ def _facts(config, segment) -> dict:
             "optimizer_steps_per_version": optimizer_steps_per_version(config, is_v1(config)),
             "prompts_per_version": prompts_per_version(config), **_trainer(config),
             "response_length": config.data.max_response_length,
-            "overlap_fixed": sorted(overlap_fixed(config, segment))}
+            "overlap_fixed": sorted(overlap_fixed(config, segment)),
+            "weighs_cut_rows": weighs_cut_rows(config, segment)}
 
 
 def _trainer(config) -> dict:

@@ -16,6 +16,7 @@ from esgrpo.hooks.verl.run.plan import ROLLOUT, Setting, refuse
 FIXED_DENOMINATORS = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-sum")
 # clip_cov and kl_cov rank tokens by covariance with the advantage; dro adds a penalty that has none
 NOT_HOMOGENEOUS = ("clip_cov", "kl_cov", "dro")
+EACH_BY_ITSELF = "seq-mean-token-mean"  # divides every row by its own tokens
 FINEST = 10_000  # parts of 1 in which a message gives a bound
 
 
@@ -33,6 +34,7 @@ def lines(config, segment: Segment):
             refuse("algorithm.adv_estimator", estimator, f"grpo or grpo_segment with {PREFIX}.prune.treatment="
                    f"{treatment}", f"set it, or {PREFIX}.prune.treatment=failed")
     yield from _weights(config, segment)
+    yield from _cut_rows(config, segment)
     if segment.enable and segment.prune.repetition.enable:
         yield from loops(config, segment)
     if segment.enable and segment.prune.verdict.enable:
@@ -81,8 +83,7 @@ def _weights(config, segment: Segment):
     Nothing that is known to be biased is left as it is: each setting is changed, and said.
     """
     actor = config.actor_rollout_ref.actor
-    legacy = "compute_prox_log_prob" in (config.get("async_training") or {})  # verl 0.7.0
-    if legacy and segment.audited:
+    if _is_0_7_0(config) and segment.audited:
         refuse(f"{PREFIX}.prune.audit.enable", True, "False with verl 0.7.0", "its agent loops ask no replica for "
                "progress and its estimator gets no weights: switch the rules off, or use verl 0.9.1")
     if not segment.weighted:
@@ -107,6 +108,31 @@ def _weights(config, segment: Segment):
     if config.algorithm.get("norm_adv_by_std_in_grpo", True):
         yield Setting("algorithm.norm_adv_by_std_in_grpo", False,
                       f"{PREFIX}.prune.treatment={treatment} does not know a complete group's standard deviation")
+
+
+def weighs_cut_rows(config, segment: Segment) -> bool:
+    """Rows of cut responses get a factor, `algo.treatment.CutWeights`: a loss would weigh their tokens too much."""
+    return (_divides_cut_rows(config, segment) and not _is_0_7_0(config)
+            and config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla") not in NOT_HOMOGENEOUS)
+
+
+def _divides_cut_rows(config, segment: Segment) -> bool:
+    return (segment.prunes and segment.prune.treatment == Treatment.FAILED
+            and config.actor_rollout_ref.actor.get("loss_agg_mode", "token-mean") == EACH_BY_ITSELF)
+
+
+def _cut_rows(config, segment: Segment):
+    if weighs_cut_rows(config, segment):
+        yield (f"{PREFIX}.prune: with loss_agg_mode={EACH_BY_ITSELF} a response that is cut weighs as much as that "
+               "part of it would in the complete one (esgrpo/prune/cut_weight)")
+    elif _divides_cut_rows(config, segment):
+        yield (f"{PREFIX}.prune: loss_agg_mode={EACH_BY_ITSELF} weighs the tokens of a response that is cut more than "
+               "those of a complete one, which favours short answers; here no factor takes that back (verl 0.7.0, or "
+               f"policy_loss.loss_mode {', '.join(NOT_HOMOGENEOUS)}): seq-mean-token-sum-norm has no such weight")
+
+
+def _is_0_7_0(config) -> bool:
+    return "compute_prox_log_prob" in (config.get("async_training") or {})
 
 
 def _needs_log_probs(config, why: str):
