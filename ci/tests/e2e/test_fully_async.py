@@ -83,8 +83,19 @@ def run(tmp_path_factory) -> Path:
     arm.run("e2e", overrides(
         tmp_path, run_dir, f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
         *SHORT_LOOPS, *VERDICTS,
-        "actor_rollout_ref.actor.policy_loss.loss_mode=pois", staleness=NEVER_WAIT), run_dir, ROOT / "overlay")
+        "actor_rollout_ref.actor.policy_loss.loss_mode=pois",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",  # divides every row by its own tokens
+        staleness=NEVER_WAIT), run_dir, ROOT / "overlay")
     return run_dir
+
+
+def test_cut_rows_weigh_what_their_part_of_the_whole_would(run):
+    trained = read(str(run), "trained")
+    cut = [row for row in trained if row["outcome"] == "prune"]
+    assert cut and all(row["cut_weight"] == 1 for row in trained if row["outcome"] != "prune")
+    assert all(0 < row["cut_weight"] <= 1 for row in cut) and any(row["cut_weight"] < 1 for row in cut)
+    said = metrics_of(run, "esgrpo/prune/cut_weight")
+    assert said and all(0 < row["esgrpo/prune/cut_weight"] < 1 for row in said)
 
 
 def metrics_of(run_dir: Path, key: str) -> list[dict]:
