@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -140,3 +141,43 @@ def test_keep_probabilities_reach_the_estimator(queue, monkeypatch):
 
 def test_without_the_hooks_every_row_weighs_one(queue, monkeypatch):
     assert weighted(queue, monkeypatch, False) == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+
+
+def with_factors(monkeypatch, hooked: bool) -> list[float]:
+    """First advantage of each session of a group in which the last one was cut at 2 of 8 tokens."""
+
+    from verl.protocol import DataProto
+    from verl.trainer.ppo import ray_trainer
+    from verl.trainer.ppo.v1 import utils
+
+    from esgrpo import config
+
+    monkeypatch.setenv(config.ENV_FACTS, json.dumps({"response_length": 8, "weighs_cut_rows": True}))
+    monkeypatch.setattr(weighted_rows, "_cut_weights", None)
+    if hooked:
+        monkeypatch.setattr(utils, "compute_advantage", wrapped(weighted_rows, ray_trainer.compute_advantage))
+    keys, lengths = ["u_0_0", "u_1_0", "u_2_0"], [3, 8, 2]
+    mask = torch.tensor([[1.0] * length + [0.0] * (8 - length) for length in lengths])
+    rewards = torch.zeros_like(mask)
+    rewards[0, 2] = 1.0
+    rows = {key: {"group": "u", "member": member, "outcome": "finish", "rule": "", "tokens": lengths[member]}
+            for member, key in enumerate(keys)}
+    rows["u_2_0"] |= {"outcome": "prune", "rule": "verdict"}
+    monkeypatch.setattr(keep_probabilities, "_SUMMARIES", SimpleNamespace(get=lambda: rows))
+    data = DataProto.from_dict(tensors={"response_mask": mask, "token_level_rewards": rewards},
+                               non_tensors={"uid": np.array(["u"] * 3, dtype=object)})
+    function = wrapped(final_outputs, utils.compute_advantage_for_multi_trajectories)
+    found = function(data, batch_keys=keys, adv_estimator="grpo", num_repeat=3, config=None).batch["advantages"]
+    return found[:, 0].tolist()
+
+
+@pytest.mark.hook("keep-probabilities-reach-estimator")
+def test_a_cut_row_weighs_what_its_part_of_the_whole_would(monkeypatch):
+    right, whole, cut = with_factors(monkeypatch, True)
+    assert cut == pytest.approx(whole / 4) and right > 0 > whole
+    assert weighted_rows.cut_weight({"group": "u", "member": 2}) == 0.25
+
+
+def test_without_the_hook_it_weighs_as_the_whole(monkeypatch):
+    _, whole, cut = with_factors(monkeypatch, False)
+    assert cut == pytest.approx(whole)
