@@ -36,6 +36,6 @@ def overrides(algorithm: str, cap: int, overlong: int, filters: bool) -> tuple[s
 def said(algorithm: str, overlong: int, filters: bool) -> str:
     """What is on, for the notes of a record."""
     if algorithm == "grpo":
-        return "GRPO: clip ratio 0.2, token-mean, no KL term"
+        return "GRPO: clip ratio 0.2, token-mean where an arm names no loss_agg_mode, no KL term"
     sampling = "dynamic sampling on acc" if filters else "no dynamic sampling (v1 trainers of verl only)"
     return f"DAPO: clip ratio 0.2 and 0.28, token-mean, overlong penalty over the last {overlong} tokens, {sampling}"

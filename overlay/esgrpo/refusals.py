@@ -7,6 +7,7 @@ import difflib
 import math
 
 from esgrpo import conditions
+from esgrpo.algo import decisions
 from esgrpo.algo.terms import PREDICTED, UNBIASED, Treatment
 from esgrpo.errors import ConfigError
 
@@ -23,10 +24,6 @@ REMOVED[f"{PREFIX}.prune.repetition.keep_row"] = (
 REMOVED[f"{PREFIX}.elastic"] = ("drop it: segments whose length follows the group were measured to bring nothing "
                                 "(docs/method.md); routing.tail_fraction is what elastic.tail_fraction was")
 
-# Modules of `algo.decisions` whose names are no keys, and what switches them on.
-SWITCHES = {"segments": "boundary=yield or routing.tail_share", "loops": "prune.repetition.enable",
-            "pruning": "prune.resolved.enable or prune.finish_group_after", "verdicts": "prune.verdict.enable",
-            "replaced": "prune.resolved.enable or null_groups", "keep": "sync.requests=keep"}
 MOST_MEANT = 4  # candidates for an unknown key; more are no advice
 
 # (section, smaller, larger): bounds that must be in order
@@ -85,8 +82,9 @@ def _meant(path: str, key: str, fields, known: list[str]) -> list[str]:
     split = [one.split(".") for one in known]
     same = dict.fromkeys(".".join([PREFIX, *parts[:parts.index(key) + 1]]) for parts in split if key in parts)
     same = [one for one in same if one.startswith(section)] or list(same)
-    if not same and key in SWITCHES:
-        same = [f"{PREFIX}.{switch}" for switch in SWITCHES[key].split(" or ")]
+    if not same:  # a module whose name is no key
+        same = [f"{PREFIX}.{switch}" for module in decisions.MODULES if module.name == key
+                for switch in module.switch.split(" or ")]
     same = same or [f"{section}{name}" for name in difflib.get_close_matches(key, fields, 1)]
     return same if len(same) <= MOST_MEANT else []
 

@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from esgrpo.algo.terms import NullGroups, Rule
-from esgrpo.config import Segment
+
+if TYPE_CHECKING:
+    from esgrpo.config import Segment  # which asks here what switches a module on
 
 ROUTING, SEGMENTS, LOOPS, PRUNING, REPLACED = "routing", "segments", "loops", "pruning", "replaced"
 VERDICTS = "verdicts"
