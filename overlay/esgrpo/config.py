@@ -205,7 +205,7 @@ class Segment:
     profile: str = _choice("custom", ("custom", "off", "static", "elastic"),
                            "defaults of all other keys: verl, segments submitted again at once, or the method without "
                            "what needs other settings to decide anything")
-    seed: int = _number(0, 0, None, "of every random decision")
+    seed: int = _number(0, 0, None, "of every random decision; 0: data.seed")
     enable: bool = _flag(False, "segment rollout")
     observe: bool = _flag(False, "measure and record, decide nothing (the baseline arm of a comparison)")
     segment_length: int = _number(1024, 2, None, "tokens between two boundaries of a response", needs=BOUNDARIES,

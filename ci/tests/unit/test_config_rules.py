@@ -48,6 +48,13 @@ def planned(config, v1: bool = False, **segment) -> Plan:
     return plan
 
 
+@pytest.mark.parametrize("of_data, given, seed", [(None, 0, 0), (0, 0, 0), (3, 0, 3), (3, 7, 7), (-1, 0, 0)])
+def test_random_decisions_follow_the_seed_of_the_data(of_data, given, seed):
+    plan = planned(composed("fully_async", 1, data={"seed": of_data}), seed=given)
+    assert plan.segment.seed == seed and not any("seed" in line for line in plan.lines)
+    settings.parse(json.loads(settings.to_json(plan.segment)))  # workers read it
+
+
 @pytest.mark.parametrize("trainer, filtered, said", [
     ("sync", False, True), ("sync", True, False), ("colocate_async", False, False), ("separate_async", False, False)])
 def test_what_becomes_of_foreseen_groups_is_said_where_nothing_replaces_them(trainer, filtered, said):

@@ -25,6 +25,7 @@ def fill(found: Plan, config, features: frozenset[str], run_dir: str = "RUN_DIR"
 
     from omegaconf import OmegaConf
 
+    found.segment = _seeded(config, found.segment)
     # later rules see what earlier ones set; OmegaConf's own deepcopy takes ten times as long
     config = pickle.loads(pickle.dumps(config))
     for item in _rules(config, found, features):
@@ -37,6 +38,12 @@ def fill(found: Plan, config, features: frozenset[str], run_dir: str = "RUN_DIR"
             found.lines.append(item)
     if "tails" in features and not disabled & {TAIL_ROUTER, "*"}:
         _router(config, found, run_dir)
+
+
+def _seeded(config, segment: Segment) -> Segment:
+    """With the seed of verl's data, where it has one: else runs of different seeds would draw the same prompts."""
+    seed = config.data.get("seed") or 0
+    return dataclasses.replace(segment, seed=seed) if segment.seed == 0 < seed else segment
 
 
 def check_model_path(path: str) -> None:
