@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esgrpo.algo import decisions
+from esgrpo.config import Segment
 
 NAMES = sorted({name for module in decisions.MODULES for name in module.counted} | {"late", "pruning/exempted"})
 PROCESSES = st.sampled_from([("agent-loop-worker", 1, 0), ("agent-loop-worker", 1, 1), ("rollouter", 2, 0)])
@@ -43,6 +44,6 @@ def test_counts_of_rows_are_what_happened(steps, data):
     for process, counts in running.items():
         gathered.add(process, counts)
     assert told + gathered.take() == happened and not gathered.take()
-    settings = decisions.Segment(enable=True)
+    settings = Segment(enable=True)
     assert sum(row.decided for row in decisions.table(decisions.Run(settings, found))) == sum(
         number for name, number in happened.items() if name not in ("late", "pruning/exempted"))
