@@ -277,9 +277,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def child(label: str, seed: int, _options) -> list[str]:
         cell, name, _ = runs[label, seed]
-        model = ["--model-medium", str(options.model_medium)] if options.model_medium else []
-        return ["bench.robustness", *argv, "--out", str(options.out), *model, "--cells", cell.name, "--arms", name,
-                "--seeds", str(seed), "--here"]
+        return ["bench.robustness", *argv, "--cells", cell.name, "--arms", name, "--seeds", str(seed), "--here"]
 
     try:
         for cell in options.settings:

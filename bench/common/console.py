@@ -91,7 +91,8 @@ def measured(who: str) -> Iterator[None]:
 
 def command_line(name: str, description: str) -> Parser:
     return Parser(prog=f"python -m {name}", description=description,
-                  formatter_class=argparse.RawDescriptionHelpFormatter)
+                  formatter_class=argparse.RawDescriptionHelpFormatter,
+                  allow_abbrev=False)  # --togeth would stay in what the runs of --together are started with
 
 
 # Types of argparse

@@ -53,10 +53,10 @@ def _apart(folder: Path, number: int, turns: bool, gpu: str | None = None) -> di
 
 
 def _start(command: list[str], gate: Path, log: Path, own: dict[str, str]) -> subprocess.Popen:
-    """The command behind its closed gate, in a process group of its own."""
+    """The command behind its closed gate, in a process group of its own; paths mean in it what they mean here."""
     gate.touch()
     with open(log, "wb") as file:
-        return subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+        return subprocess.Popen([sys.executable, "-m", *command], stdout=file, stderr=subprocess.STDOUT,
                                 env=_environment(gate, own), stdin=subprocess.DEVNULL, start_new_session=True)
 
 

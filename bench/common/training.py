@@ -194,8 +194,8 @@ def run_one(label: str, overrides: list[str], run_dir: Path, budget: float, targ
 
 
 def run_side_by_side(pairs: list[tuple[str, int]], options, command) -> None:
-    """Every run as `command(name, seed, options)` on its own cores; what fails there is the caller's to run again or to
-    tell."""
+    """Every run as `command(name, seed, options)` on its own cores, where paths mean what they mean here; what fails
+    there is the caller's to run again or to tell."""
     cores = sorted(os.sched_getaffinity(0))
     slots = [set(cores[i * options.cores:(i + 1) * options.cores]) for i in range(options.jobs)]
     waiting, running = list(pairs), {}
@@ -207,7 +207,7 @@ def run_side_by_side(pairs: list[tuple[str, int]], options, command) -> None:
             for slot in [s for s in range(options.jobs) if s not in running][:len(waiting)]:
                 name, seed = waiting.pop(0)
                 os.sched_setaffinity(0, slots[slot])  # inherited by the child
-                child = subprocess.Popen([sys.executable, "-m", *command(name, seed, options)], cwd=ROOT,
+                child = subprocess.Popen([sys.executable, "-m", *command(name, seed, options)],
                                          stdout=subprocess.DEVNULL, start_new_session=True)
                 running[slot] = child, f"{name} seed {seed}"
                 os.sched_setaffinity(0, cores)

@@ -98,10 +98,10 @@ def test_only_a_run_that_ended_well_is_not_run_again(tmp_path, record, done):
     assert training.is_done(path, ["a"]) is done
 
 
-def test_runs_side_by_side_have_cores_of_their_own_and_each_runs_once(tmp_path, monkeypatch):
+def test_runs_side_by_side_have_cores_of_their_own_and_each_runs_once_where_the_user_is(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text(f"""#!/bin/bash
-        echo "$4 $6 $(taskset -pc $$ | sed "s/.*: //")" >> {tmp_path}/seen
+        echo "$4 $6 $(taskset -pc $$ | sed "s/.*: //") $(pwd)" >> {tmp_path}/seen
         for poll in $(seq 1500); do  # the first waits for the second: a crowded machine may start them far apart
             [ "$(wc -l < {tmp_path}/seen)" -ge 2 ] && break
             sleep 0.02
@@ -110,6 +110,7 @@ def test_runs_side_by_side_have_cores_of_their_own_and_each_runs_once(tmp_path, 
     python.chmod(0o755)
     monkeypatch.setattr(training.sys, "executable", str(python))
     monkeypatch.setattr(training, "POLL_S", 0.05)
+    monkeypatch.chdir(tmp_path)
     before = os.sched_getaffinity(0)
     cores = sorted(before)[:2]
     options = argparse.Namespace(jobs=2, cores=1, task="search", budget=1.0, prompts=8, out=tmp_path, replicas=1,
@@ -123,3 +124,4 @@ def test_runs_side_by_side_have_cores_of_their_own_and_each_runs_once(tmp_path, 
     seen = [line.split() for line in (tmp_path / "seen").read_text().splitlines()]
     assert sorted(line[:2] for line in seen) == [["all", "1"], ["off", "1"], ["off", "2"]]
     assert {line[2] for line in seen[:2]} == {str(core) for core in cores}
+    assert {line[3] for line in seen} == {str(tmp_path)}

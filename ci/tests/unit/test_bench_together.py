@@ -6,6 +6,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -230,6 +231,36 @@ def test_a_run_that_is_started_ahead_is_the_one_that_is_read_afterwards(tmp_path
     alone = train.overrides(options, 2, tmp_path, tmp_path, "overlay")
     assert alone == train.overrides(train.parse(argv), 2, tmp_path, tmp_path, "overlay")
     assert alone[-2:] == [0.1, True]
+
+
+@pytest.mark.parametrize("how", ["--together", "--start-ahead"])
+@pytest.mark.parametrize("given", [["--model", "smollm2", "--pretrained", "made", "--wheels", "wheels"],
+                                   ["--model", "model", "--history", "history-{seed}"]])
+def test_a_path_on_the_command_line_is_the_same_place_in_each_run(tmp_path, monkeypatch, how, given):
+    started = []
+
+    def popen(command, cwd=os.curdir, **_):
+        started.append((command[3:], cwd))
+        return SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
+
+    def places(argv):
+        options = train.parse(argv)
+        history = options.history and train.history_of(options, 1)
+        return options.out, options.model, options.pretrained, options.wheels, options.stop, history
+
+    monkeypatch.setattr(together, "subprocess", SimpleNamespace(Popen=popen, STDOUT=-2, DEVNULL=-3))
+    for name in ("wheels/x", "model/config.json", "history-1"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    argv = [how, "--seeds", "1", "--out", "out", "--stop", "stop", *given]
+    wanted = places(argv)
+    assert wanted[0] == tmp_path / "out"
+    train.run_apart(train.parse(argv), argv, ["plain", "overlay"], [1])
+    assert len(started) == 2
+    for command, cwd in started:
+        monkeypatch.chdir(cwd)
+        assert places(command) == wanted
 
 
 @pytest.mark.parametrize("more", [["--together"], ["--budget", "5000"], ["--start-ahead", "2", "--budget", "240"]])

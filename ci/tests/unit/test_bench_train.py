@@ -157,7 +157,7 @@ def test_dapo_samples_dynamically_where_the_trainer_has_it_and_says_so(tmp_path)
     (("--gpus", "2/2", "--arms", "plain gpus=1/2"), "3 GPUs, the others have 4"),
     (("--group", "1"), "no advantage"), (("--gpus", "2"), "TRAINER/ROLLOUT"), (("--segment", "9999"), "to the cap"),
     (("--seeds", "one"), "whole numbers"), (("--budget", "-1"), "--budget: -1 | wanted a number above 0"),
-    (("--stop", "/"), "exists already"),
+    (("--stop", "/"), "exists already"), (("--togeth",), "unrecognized arguments: --togeth"),
     (("--arms", "plain colour=red"), "unknown value 'colour'"), (("--arms", "plain steps=0"), "steps is optimiser"),
     (("--arms", "plain loss=magic"), "loss is one of vanilla"), (("--arms", "plain steps=1 steps=4"), "said twice"),
     (("--arms", "overlay age_scale=16"), "of an arm with overlap"),

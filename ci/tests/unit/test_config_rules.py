@@ -13,7 +13,7 @@ omegaconf = pytest.importorskip("omegaconf")
 from esgrpo import config as settings  # noqa: E402
 from esgrpo.errors import ConfigError  # noqa: E402
 from esgrpo.hooks.verl.run import overlap_rules  # noqa: E402
-from esgrpo.hooks.verl.run.config_rules import Plan, fill, optimizer_steps_per_version  # noqa: E402
+from esgrpo.hooks.verl.run.config_rules import Plan, features_of, fill, optimizer_steps_per_version  # noqa: E402
 
 ANCHOR = "segment.pois.anchor: auto -> "
 
@@ -40,12 +40,25 @@ def composed(trainer: str, steps: int, **more):
     return omegaconf.OmegaConf.merge(omegaconf.OmegaConf.create(parts), more)
 
 
-def planned(config, v1: bool = False, **segment) -> Plan:
+def planned(config, **segment) -> Plan:
     parsed = settings.parse({"enable": True, "segment_length": 32, **segment})
     plan = Plan(parsed)
-    features = settings.features(parsed, config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    fill(plan, config, features | ({"v1"} if v1 else set()))
+    fill(plan, config, features_of(config, parsed))
     return plan
+
+
+@pytest.mark.parametrize("trainer, mode, pruning, names", [
+    ("fully_async", "token-mean", True, {"observe", "segment", "pois", "prune"}),
+    ("fully_async", "seq-mean-token-mean", True, {"observe", "segment", "pois", "prune", "weighted"}),
+    ("0.7.0", "seq-mean-token-mean", True, {"observe", "segment", "pois", "prune"}),
+    ("separate_async", "seq-mean-token-mean", True, {"observe", "segment", "pois", "prune", "weighted", "v1"}),
+    ("sync", "token-mean", False, {"v1", "observe", "segment", "pois"})])
+def test_hooks_are_switched_on_by_what_the_loss_and_the_trainer_are(trainer, mode, pruning, names):
+    config = composed(trainer, 1, actor_rollout_ref={"actor": {"loss_agg_mode": mode}})
+    rules = {"prune": {"repetition": {"enable": pruning}}}
+    segment = settings.parse({"enable": True, "segment_length": 32, **rules})
+    assert features_of(config, segment) == names
+    assert features_of(config, settings.parse({})) - {"pois"} <= {"v1"}
 
 
 @pytest.mark.parametrize("of_data, given, seed", [(None, 0, 0), (0, 0, 0), (3, 0, 3), (3, 7, 7), (-1, 0, 0)])
@@ -60,9 +73,9 @@ def test_random_decisions_follow_the_seed_of_the_data(of_data, given, seed):
 def test_what_becomes_of_foreseen_groups_is_said_where_nothing_replaces_them(trainer, filtered, said):
     config = composed(trainer, 1, algorithm={"filter_groups": {"enable": filtered}})
     prune = {"resolved": {"enable": True}, "audit": {"enable": True}}
-    lines = planned(config, v1=True, prune=prune).lines
+    lines = planned(config, prune=prune).lines
     assert any("not replaced" in line for line in lines) == said
-    assert not any("not replaced" in line for line in planned(config, v1=True).lines)
+    assert not any("not replaced" in line for line in planned(config).lines)
 
 
 def test_the_prompt_sampler_is_refused_where_nothing_tells_it_how_prompts_ended():
@@ -76,11 +89,10 @@ def test_the_prompt_sampler_is_refused_where_nothing_tells_it_how_prompts_ended(
 @pytest.mark.parametrize("trainer", ["fully_async", "0.7.0", "sync", "colocate_async", "separate_async"])
 @pytest.mark.parametrize("steps, anchor", [(1, "token"), (4, "version")])
 def test_the_anchor_of_every_trainer(trainer, steps, anchor):
-    v1 = trainer in ("sync", "colocate_async", "separate_async")
     config = composed(trainer, steps)
-    assert optimizer_steps_per_version(config, v1) == steps
+    assert optimizer_steps_per_version(config) == steps
     before = omegaconf.OmegaConf.to_container(config)
-    plan = planned(config, v1)
+    plan = planned(config)
     assert plan.segment.pois.anchor == anchor and settings.parse({}).pois.anchor == "auto"
     assert [line for line in plan.lines if f"{ANCHOR}{anchor}, because a weight version has {steps} " in line]
     needs = "async_training.compute_prox_log_prob" if trainer == "0.7.0" else "algorithm.rollout_correction.bypass_mode"
@@ -90,7 +102,7 @@ def test_the_anchor_of_every_trainer(trainer, steps, anchor):
 
 def test_a_batch_that_is_no_multiple_of_the_mini_batch_is_rounded_up():
     """As verl's v1 trainers pad it."""
-    assert optimizer_steps_per_version(composed("sync", 1, data={"train_batch_size": 20}), True) == 3
+    assert optimizer_steps_per_version(composed("sync", 1, data={"train_batch_size": 20})) == 3
 
 
 def test_where_the_log_probs_of_a_version_are_not_to_be_had_the_token_stays_with_a_warning():
@@ -137,7 +149,7 @@ def overlap_lines(override=False, trainer="fully_async", actor=None, **fully_asy
     more = {"async_training": {**own, **fully_async}} if trainer in ("fully_async", "0.7.0") else {}
     config = composed(trainer, 4, actor_rollout_ref={"actor": {**plain, **(actor or {})}}, **more)
     overlap = {"enable": True, "override": override}
-    lines = planned(config, v1=trainer in ("sync", "colocate_async"), overlap=overlap).lines
+    lines = planned(config, overlap=overlap).lines
     return [line for line in lines if "overlap.enable" in line]
 
 
@@ -178,10 +190,10 @@ def test_of_v1s_separate_async_it_says_what_cannot_be_moved_there_and_what_stays
     own = {"separate_async": {"hybrid_rollout": {"enable_switch": False}}, "sampler": {"max_off_policy_threshold": 8}}
     config = omegaconf.OmegaConf.merge(composed("separate_async", 4), *({"trainer": {"v1": v1}} for v1 in (own, given)))
     overlap = {"enable": True, "override": override}
-    lines = [line for line in planned(config, v1=True, overlap=overlap).lines if "overlap.enable" in line]
+    lines = [line for line in planned(config, overlap=overlap).lines if "overlap.enable" in line]
     assert [line.split()[1] for line in lines] == NEVER_IN_V1 + kept
     config.trainer.v1.separate_async.hybrid_rollout.enable_switch = True
-    more = [line for line in planned(config, v1=True, overlap=overlap).lines if line not in lines]
+    more = [line for line in planned(config, overlap=overlap).lines if line not in lines]
     assert any("when the trainer's replicas are lent stays with verl's" in line for line in more)
 
 
@@ -283,19 +295,19 @@ def test_an_anchor_that_no_loss_reads_is_refused(loss, refused):
 
 OWN_TRIGGER = {"staleness_threshold": 0.1, "trigger_parameter_sync_step": 4}  # verl's
 WITHOUT_A_FILTER = [
-    ("0.7.0", False, {}, "from 0.9.0 on"), ("separate_async", True, {}, "verl's own filter does it"),
-    ("sync", True, {}, "verl's own filter does it"),
-    ("fully_async", False, {"adv_estimator": "gae"}, "adv_estimator=gae rewards that are alike have a gradient"),
-    ("fully_async", False, {"use_kl_in_reward": True}, "use_kl_in_reward=True rewards that are alike have a gradient")]
+    ("0.7.0", {}, "from 0.9.0 on"), ("separate_async", {}, "verl's own filter does it"),
+    ("sync", {}, "verl's own filter does it"),
+    ("fully_async", {"adv_estimator": "gae"}, "adv_estimator=gae rewards that are alike have a gradient"),
+    ("fully_async", {"use_kl_in_reward": True}, "use_kl_in_reward=True rewards that are alike have a gradient")]
 
 
-@pytest.mark.parametrize("trainer, v1, algorithm, why", WITHOUT_A_FILTER)
-def test_where_no_group_can_be_left_out_replace_is_refused_and_spare_is_off_and_says_so(trainer, v1, algorithm, why):
+@pytest.mark.parametrize("trainer, algorithm, why", WITHOUT_A_FILTER)
+def test_where_no_group_can_be_left_out_replace_is_refused_and_spare_is_off_and_says_so(trainer, algorithm, why):
     config = composed(trainer, 1, algorithm=algorithm)
     with pytest.raises(ConfigError, match="null_groups") as refused:
-        planned(config, v1=v1, null_groups="replace")
+        planned(config, null_groups="replace")
     assert why in str(refused.value)
-    plan = planned(config, v1=v1, null_groups="spare")
+    plan = planned(config, null_groups="spare")
     said, = (line for line in plan.lines if "null_groups: spare -> train" in line)
     assert why in said and plan.segment.null_groups == "train"
 
@@ -313,9 +325,9 @@ def test_the_filter_stays_with_estimators_that_compare_within_a_group(estimator)
 def test_a_group_filter_that_verl_ignores_is_told(trainer, mode, said):
     own = {"async_training": OWN_TRIGGER} if trainer == "fully_async" else {}
     config = composed(trainer, 1, algorithm={"filter_groups": {"enable": True}}, **own)
-    lines = planned(config, v1=trainer == "sync", null_groups=mode).lines
+    lines = planned(config, null_groups=mode).lines
     assert any("does nothing in verl's fully async loop" in line for line in lines) == said
-    quiet = planned(composed(trainer, 1, **own), v1=trainer == "sync", null_groups=mode).lines
+    quiet = planned(composed(trainer, 1, **own), null_groups=mode).lines
     assert not any("filter_groups" in line for line in quiet)
 
 
@@ -349,15 +361,15 @@ def rewarded(trainer: str, colocated: bool, model: bool = True, **more):
 @pytest.mark.parametrize("key, segment", DECIDES_BY_REWARDS)
 def test_what_decides_by_rewards_is_refused_where_these_come_after_sampling(trainer, key, segment):
     with pytest.raises(ConfigError) as refused:
-        planned(rewarded(trainer, True), v1=True, **segment)
+        planned(rewarded(trainer, True), **segment)
     said = str(refused.value)
     assert said.startswith(f"esgrpo: {settings.PREFIX}.{key}: ") and f"set {POOL}=True" in said
     for config in (rewarded(trainer, False), rewarded(trainer, True, model=False)):
-        assert not any(POOL in line for line in planned(config, v1=True, **segment).lines)
+        assert not any(POOL in line for line in planned(config, **segment).lines)
 
 
 def test_what_a_profile_switched_on_is_off_and_says_so_where_rewards_come_after_sampling():
-    plan = planned(rewarded("colocate_async", True), v1=True, profile="elastic", sampler={"choice": "thompson"})
+    plan = planned(rewarded("colocate_async", True), profile="elastic", sampler={"choice": "thompson"})
     found = plan.segment
     assert not (found.prune.verdict.enable or found.prune.audit.enable or found.sampler.enable or found.audited)
     assert found.prune.repetition.enable and found.routing.enable and found.history.enable
@@ -368,7 +380,7 @@ def test_what_a_profile_switched_on_is_off_and_says_so_where_rewards_come_after_
     loops, = (line for line in plan.lines if "prune.repetition: nothing measures" in line)
     assert f"prune.audit.enable=True and {POOL}=True" in loops
     assert settings.parse(json.loads(settings.to_json(found)), 64) == found  # as every other process reads it
-    plan = planned(rewarded("colocate_async", False), v1=True, profile="elastic")
+    plan = planned(rewarded("colocate_async", False), profile="elastic")
     assert plan.segment.prune.verdict.enable and plan.segment.sampler.enable and not any(POOL in x for x in plan.lines)
 
 
@@ -376,13 +388,13 @@ def test_a_switch_of_the_profile_that_the_user_names_is_by_hand():
     segment = {"prune": {"verdict": {"enable": True}}}
     config = rewarded("sync", True, actor_rollout_ref={"rollout": {"segment": segment}})
     with pytest.raises(ConfigError, match="prune.verdict.enable"):
-        planned(config, v1=True, profile="elastic", **segment)
+        planned(config, profile="elastic", **segment)
 
 
 def test_what_needs_no_reward_stays_with_a_colocated_reward_model():
-    plan = planned(rewarded("sync", True), v1=True, prune={"repetition": {"enable": True, "min_span": 64}})
+    plan = planned(rewarded("sync", True), prune={"repetition": {"enable": True, "min_span": 64}})
     assert plan.segment.prune.repetition.enable
-    assert planned(rewarded("sync", True), v1=True).lines == planned(rewarded("sync", False), v1=True).lines
+    assert planned(rewarded("sync", True)).lines == planned(rewarded("sync", False)).lines
 
 
 def test_verl_itself_refuses_a_colocated_reward_model_where_no_rule_of_ours_has_to():

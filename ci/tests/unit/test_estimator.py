@@ -280,7 +280,7 @@ def planned(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois", 
     from omegaconf import OmegaConf
 
     from esgrpo import config as settings
-    from esgrpo.hooks.verl.run.config_rules import Plan, fill
+    from esgrpo.hooks.verl.run.config_rules import Plan, features_of, fill
 
     config = OmegaConf.create({
         "actor_rollout_ref": {"actor": {"loss_agg_mode": mode, "loss_scale_factor": factor, "ppo_epochs": 1,
@@ -291,7 +291,7 @@ def planned(prune, mode="seq-mean-token-sum-norm", factor=64, loss_mode="pois", 
         "data": {"max_response_length": 64}})
     segment = settings.parse({"enable": True, "segment_length": 32, "prune": prune})
     plan = Plan(segment)
-    fill(plan, config, settings.features(segment, loss_mode))
+    fill(plan, config, features_of(config, segment))
     return plan, config
 
 

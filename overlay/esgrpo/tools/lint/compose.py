@@ -140,10 +140,7 @@ def _overlay(config) -> list[dict]:
             open_ = ", ".join(one["unchecked"] for one in found if "unchecked" in one)
             return [one for one in found if "refusal" in one] + [{"unchecked": open_}] * bool(open_)
         segment = settings.parse(raw, length)
-        loss = config.actor_rollout_ref.actor.get("policy_loss", {}).get("loss_mode", "vanilla")
-        features = settings.features(segment, loss)
-        if features and config.trainer.get("use_v1", False) and config.get("async_training") is None:
-            features |= {"v1"}
+        features = config_rules.features_of(config, segment)
         said.append({"features": sorted(features)})
         said += [{"idle": line} for line in settings.idle(segment, length)]
         plan = config_rules.Plan(segment)

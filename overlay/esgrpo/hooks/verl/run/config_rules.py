@@ -9,10 +9,19 @@ import dataclasses
 import os
 
 from esgrpo.algo.null_groups import a_batch_can_wait, alike_is_null
-from esgrpo.algo.terms import NullGroups
+from esgrpo.algo.terms import Feature, NullGroups
 from esgrpo.config import PREFIX, Segment
+from esgrpo.config import features as config_features
 from esgrpo.hooks.verl.run import overlap_rules, pruning_rules, reward_rules
 from esgrpo.hooks.verl.run.plan import ROLLOUT, Plan, Setting, refuse
+from esgrpo.hooks.verl.run.trainers import is_fully_async, is_recipe, is_v1, of_fully_async
+
+
+def features_of(config, segment: Segment) -> frozenset[str]:
+    """Names that the hooks of a run are switched on by."""
+    loss_mode = (config.actor_rollout_ref.actor.get("policy_loss") or {}).get("loss_mode", "vanilla")
+    found = config_features(segment, loss_mode, pruning_rules.weighs_cut_rows(config, segment))
+    return found | {Feature.V1} if found and is_v1(config) else found
 
 
 def fill(found: Plan, config, features: frozenset[str], run_dir: str = "RUN_DIR",
@@ -73,7 +82,7 @@ def _rules(config, found: Plan, features: frozenset[str]):
             yield Setting("actor_rollout_ref.actor.calculate_entropy", True, "DMMPTs need the entropy")
     if "keep" in features:
         yield from _kept_requests(config)
-    yield from _null_groups(config, found, "v1" in features)
+    yield from _null_groups(config, found)
     if segment.sampler.enable:
         yield from _sampler(config)
     if segment.overlap.enable:
@@ -83,11 +92,11 @@ def _rules(config, found: Plan, features: frozenset[str]):
                "use the vllm rollout")
 
 
-def _null_groups(config, found: Plan, v1: bool):
+def _null_groups(config, found: Plan):
     """verl's v1 trainers have a group filter of their own, its fully async loop has ours, all others none."""
     segment, fully_async = found.segment, config.get("async_training")
     asked, mode, key = config.algorithm.get("filter_groups") or {}, segment.null_groups, f"{PREFIX}.null_groups"
-    on, missing = segment.enable and mode != NullGroups.TRAIN, _no_filter(config, fully_async, v1)
+    on, missing = segment.enable and mode != NullGroups.TRAIN, _no_filter(config)
     if on and missing:
         why, instead = missing
         if mode == NullGroups.REPLACE:
@@ -106,12 +115,12 @@ def _null_groups(config, found: Plan, v1: bool):
                    "1 or more lets it")
 
 
-def _no_filter(config, fully_async, v1: bool) -> tuple[str, str] | None:
+def _no_filter(config) -> tuple[str, str] | None:
     """Why no group can be left out here, and what to do instead; None where one can."""
-    if v1:
+    if is_v1(config):
         return ("verl's own filter does it with this trainer",
                 "drop the key and set algorithm.filter_groups.enable=True")
-    if fully_async is None or "compute_prox_log_prob" in fully_async:
+    if not is_fully_async(config):
         return "groups can be replaced in verl's fully async loop, from 0.9.0 on", "drop the key"
     estimator, kl_in_reward = str(config.algorithm.adv_estimator), bool(config.algorithm.get("use_kl_in_reward"))
     if not alike_is_null(estimator, kl_in_reward):
@@ -122,10 +131,10 @@ def _no_filter(config, fully_async, v1: bool) -> tuple[str, str] | None:
 
 def _kept_requests(config):
     """Requests stay in the engines of standalone replicas only, and only where nothing frees their KV cache."""
-    fully_async, rollout = config.get("async_training") or {}, config.actor_rollout_ref.rollout
+    rollout = config.actor_rollout_ref.rollout
     replicas = config.get("rollout") or rollout  # v1 trainers have the sizes in the actor's section
     aborts = "segment.sync.requests=keep: every weight sync aborts, because "
-    if "compute_prox_log_prob" in fully_async:
+    if is_recipe(config):
         yield aborts + "the servers of this verl cancel requests by themselves"
     elif not replicas.get("nnodes") or not replicas.get("n_gpus_per_node"):
         yield aborts + "there are no standalone replicas (rollout.nnodes, rollout.n_gpus_per_node)"
@@ -143,7 +152,7 @@ def _has_hybrids(config) -> bool:
 
 
 def _sampler(config):
-    if "compute_prox_log_prob" in (config.get("async_training") or {}):
+    if is_recipe(config):
         refuse(f"{PREFIX}.sampler.enable", True, "False with verl 0.7.0", "its rollouter learns of no outcome, and "
                "prompts would be drawn from priors: use verl 0.9.1")
     data = config.data
@@ -182,8 +191,8 @@ def _losses(config, found: Plan, features: frozenset[str]):
     if "sais" in features and not rollout.calculate_log_probs:
         refuse("actor_rollout_ref.rollout.calculate_log_probs", False, "True with loss_mode=sais",
                "set it: SAIS needs the log-probs of the version that made each token")
-    fully_async = config.get("async_training") or {}
-    legacy = "compute_prox_log_prob" in fully_async  # verl 0.7.0: the loss is handed the stored log-probs
+    fully_async = of_fully_async(config)
+    legacy = is_recipe(config)  # the loss is handed the stored log-probs
     if "sais" in features and not legacy and not correction.get("bypass_mode", False):
         refuse("algorithm.rollout_correction.bypass_mode", correction.get("bypass_mode"), "True with loss_mode=sais",
                "set it: else verl recomputes the log-probs that SAIS must read as stored")
@@ -192,7 +201,7 @@ def _losses(config, found: Plan, features: frozenset[str]):
     if actor.ppo_epochs > 1:
         refuse("actor_rollout_ref.actor.ppo_epochs", actor.ppo_epochs, "1 with loss_mode=pois",
                "nothing clips drift under POIS: set it to 1")
-    anchor, lines = _anchor(config, found.segment.pois.anchor, "v1" in features)
+    anchor, lines = _anchor(config, found.segment.pois.anchor)
     found.segment = dataclasses.replace(found.segment, pois=dataclasses.replace(found.segment.pois, anchor=anchor))
     yield from lines
     if anchor == "version" and legacy:
@@ -210,15 +219,14 @@ UNCLIPPED = ("nothing clips how far the {} optimiser steps of a weight version g
              "lost their reward (bench/results/robustness_losses.json); watch esgrpo/pois/log_kl_rollout_current")
 
 
-def _anchor(config, given: str, v1: bool) -> tuple[str, list[str]]:
+def _anchor(config, given: str) -> tuple[str, list[str]]:
     """`pois.anchor` with auto resolved, and what there is to say about it.
 
     With one optimiser step between two weight syncs the anchor of the token is the policy that made it, up to
     staleness, and costs no forward pass; with more nothing would hold the later ones.
     """
-    steps = optimizer_steps_per_version(config, v1)
-    fully_async = config.get("async_training") or {}
-    blind = "compute_prox_log_prob" in fully_async and not fully_async.use_rollout_log_probs  # verl 0.7.0
+    steps = optimizer_steps_per_version(config)
+    blind = is_recipe(config) and not of_fully_async(config).use_rollout_log_probs
     anchor = ("token" if steps == 1 or blind else "version") if given == "auto" else given
     lines = []
     if given == "auto":
@@ -231,11 +239,11 @@ def _anchor(config, given: str, v1: bool) -> tuple[str, list[str]]:
     return anchor, lines
 
 
-def optimizer_steps_per_version(config, v1: bool) -> int:
+def optimizer_steps_per_version(config) -> int:
     """Between two weight syncs. verl's v1 trainers round a batch up to whole mini-batches."""
     actor, fully_async = config.actor_rollout_ref.actor, config.get("async_training")
     steps = actor.ppo_epochs
-    if v1:
+    if is_v1(config):
         trainer = config.trainer.v1
         updates = (trainer.get(trainer.trainer_mode) or {}).get("parameter_sync_step", 1)
         steps *= updates * max(1, -(-(config.data.train_batch_size // updates) // actor.ppo_mini_batch_size))

@@ -10,6 +10,7 @@ import sysconfig
 
 from esgrpo.engine import Hook
 from esgrpo.errors import ConfigError, EsgrpoError, HookError, say
+from esgrpo.hooks.verl.run.trainers import is_fully_async, is_recipe, is_separate, is_v1, of_fully_async
 
 HOOK = Hook(
     slug="driver-start",
@@ -40,24 +41,16 @@ def prepare(config) -> None:
     from esgrpo import compat, engine, guard, records
     from esgrpo import config as settings
     from esgrpo.algo.rows import Decisions
-    from esgrpo.hooks.verl.run.pruning_rules import weighs_cut_rows
+    from esgrpo.hooks.verl.run.config_rules import features_of
 
     rollout = config.actor_rollout_ref.rollout
     raw = rollout.get("segment")
     segment = settings.parse(_plain(raw), config.data.max_response_length)
     for line in (*settings.idle(segment, config.data.max_response_length), *_unwritable_history(segment)):
         say(f"esgrpo: {line}")
-    loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
-
-    def named(segment):
-        return settings.features(segment, loss_mode, weighs_cut_rows(config, segment))
-
-    features = named(segment)
-    v1 = is_v1(config)
-    if features and v1:
-        features |= {"v1"}
+    features, v1 = features_of(config, segment), is_v1(config)
     segment = _adjust(config, segment, features)
-    features &= named(segment) | {"v1"}  # a rule may have taken a switch back
+    features &= features_of(config, segment)  # a rule may have taken a switch back
     os.environ[settings.ENV_SEGMENT] = settings.to_json(segment)
     os.environ[settings.ENV_FEATURES] = ",".join(sorted(features))
     os.environ[settings.ENV_FACTS] = json.dumps(_facts(config, segment))
@@ -120,11 +113,6 @@ def _unwritable_history(segment) -> list[str]:
             "history is lost when the run ends"] if given and problem else []
 
 
-def is_v1(config) -> bool:
-    """verl's v1 trainers: main_ppo's own config, without the section that only the fully-async main has."""
-    return bool(config.trainer.get("use_v1", False)) and config.get("async_training") is None
-
-
 def _facts(config, segment) -> dict:
     """Accelerators (trainer plus standalone rollout), rollout replicas, optimiser steps and prompts of a version."""
     from esgrpo.hooks.verl.run.config_rules import optimizer_steps_per_version, prompts_per_version
@@ -133,14 +121,13 @@ def _facts(config, segment) -> dict:
 
     rollout = config.get("rollout")
     if is_v1(config):
-        separate = config.trainer.v1.trainer_mode == "separate_async"
-        rollout = config.actor_rollout_ref.rollout if separate else None
+        rollout = config.actor_rollout_ref.rollout if is_separate(config) else None
     standalone = rollout.nnodes * rollout.n_gpus_per_node if rollout is not None else 0
     trainer = config.trainer.nnodes * config.trainer.n_gpus_per_node
     sizes = (f"{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model"))
     replica = math.prod(config.actor_rollout_ref.rollout.get(size) or 1 for size in sizes)
     return {"devices": trainer + standalone, "replicas": (standalone or trainer) // replica,
-            "optimizer_steps_per_version": optimizer_steps_per_version(config, is_v1(config)),
+            "optimizer_steps_per_version": optimizer_steps_per_version(config),
             "prompts_per_version": prompts_per_version(config), **_trainer(config),
             "response_length": config.data.max_response_length,
             "overlap_fixed": sorted(overlap_fixed(config, segment)),
@@ -153,10 +140,8 @@ def _trainer(config) -> dict:
 
     if is_v1(config):
         return {"trainer": config.trainer.v1.trainer_mode, "batches_per_version": 1}
-    fully_async = config.get("async_training") or {}
-    recipe = "compute_prox_log_prob" in fully_async
-    return {"trainer": decisions.RECIPE if recipe else decisions.FULLY_ASYNC if fully_async else "",
-            "batches_per_version": fully_async.get("trigger_parameter_sync_step", 1)}
+    trainer = decisions.RECIPE if is_recipe(config) else decisions.FULLY_ASYNC if is_fully_async(config) else ""
+    return {"trainer": trainer, "batches_per_version": of_fully_async(config).get("trigger_parameter_sync_step", 1)}
 
 
 def _adjust(config, segment, features):

@@ -6,18 +6,19 @@ import os
 
 from esgrpo.algo.overlap_signals import CONCURRENCY, STALENESS, THRESHOLD, TRIGGER
 from esgrpo.config import PREFIX, Segment
+from esgrpo.hooks.verl.run.trainers import is_fully_async, is_separate
 
 
 def lines(config, segment: Segment):
     """What is moved, and what is not."""
     control = f"{PREFIX}.overlap.enable"
-    if not (_is_fully_async(config) or _is_separate(config)):
+    if not (is_fully_async(config) or is_separate(config)):
         yield (f"{control}: nothing is moved, because only verl 0.9.1's fully-async trainer and its v1 trainer "
                "separate_async have settings that can be")
         return
     for name, why in overlap_fixed(config, segment).items():
         yield f"{control}: {name} is not moved, because {why}"
-    if _is_separate(config) and config.trainer.v1.separate_async.hybrid_rollout.enable_switch:
+    if is_separate(config) and config.trainer.v1.separate_async.hybrid_rollout.enable_switch:
         yield f"{control}: when the trainer's replicas are lent stays with verl's hybrid_rollout.enable_switch"
 
 
@@ -27,25 +28,14 @@ OVERLAP_KEYS = {"concurrency": "concurrent_samples_per_replica", "staleness": "s
 V1_OVERLAP_KEYS = {STALENESS: "separate_async.num_warmup_batches", THRESHOLD: "sampler.max_off_policy_threshold"}
 
 
-def _is_fully_async(config) -> bool:
-    """Of verl 0.9.1; the recipe of 0.7.0 has another trainer."""
-    fully_async = config.get("async_training") or {}
-    return bool(fully_async) and "compute_prox_log_prob" not in fully_async
-
-
-def _is_separate(config) -> bool:
-    return (not config.get("async_training") and bool(config.trainer.get("use_v1", False))
-            and config.trainer.v1.trainer_mode == "separate_async")
-
-
 def overlap_fixed(config, segment: Segment) -> dict[str, str]:
     """Settings that the overlap control leaves alone, and why. By hand: another value than verl's own config file has,
     or named on the command line."""
     if not segment.overlap.enable:
         return {}
-    if _is_separate(config):
+    if is_separate(config):
         return _fixed_of_separate(config, segment)
-    return _fixed_of_fully_async(config, segment) if _is_fully_async(config) else {}
+    return _fixed_of_fully_async(config, segment) if is_fully_async(config) else {}
 
 
 def _by_hand(given, own, section: str, keys: dict[str, str], segment: Segment) -> dict[str, str]:

@@ -11,6 +11,7 @@ from esgrpo.algo.terms import Treatment
 from esgrpo.config import PREFIX, Segment
 from esgrpo.hooks.verl.run import reward_rules
 from esgrpo.hooks.verl.run.plan import ROLLOUT, Setting, refuse
+from esgrpo.hooks.verl.run.trainers import is_recipe
 
 # denominators that do not depend on which rows were kept; their losses are sums over a row's tokens
 FIXED_DENOMINATORS = ("seq-mean-token-sum-norm", "seq-mean-token-sum", "token-sum")
@@ -83,7 +84,7 @@ def _weights(config, segment: Segment):
     Nothing that is known to be biased is left as it is: each setting is changed, and said.
     """
     actor = config.actor_rollout_ref.actor
-    if _is_0_7_0(config) and segment.audited:
+    if is_recipe(config) and segment.audited:
         refuse(f"{PREFIX}.prune.audit.enable", True, "False with verl 0.7.0", "its agent loops ask no replica for "
                "progress and its estimator gets no weights: switch the rules off, or use verl 0.9.1")
     if not segment.weighted:
@@ -112,7 +113,7 @@ def _weights(config, segment: Segment):
 
 def weighs_cut_rows(config, segment: Segment) -> bool:
     """Rows of cut responses get a factor, `algo.treatment.CutWeights`: a loss would weigh their tokens too much."""
-    return (_divides_cut_rows(config, segment) and not _is_0_7_0(config)
+    return (_divides_cut_rows(config, segment) and not is_recipe(config)
             and config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla") not in NOT_HOMOGENEOUS)
 
 
@@ -129,10 +130,6 @@ def _cut_rows(config, segment: Segment):
         yield (f"{PREFIX}.prune: loss_agg_mode={EACH_BY_ITSELF} weighs the tokens of a response that is cut more than "
                "those of a complete one, which favours short answers; here no factor takes that back (verl 0.7.0, or "
                f"policy_loss.loss_mode {', '.join(NOT_HOMOGENEOUS)}): seq-mean-token-sum-norm has no such weight")
-
-
-def _is_0_7_0(config) -> bool:
-    return "compute_prox_log_prob" in (config.get("async_training") or {})
 
 
 def _needs_log_probs(config, why: str):
