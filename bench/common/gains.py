@@ -47,6 +47,7 @@ LOOPS = "train_h100_verdicts.json"  # plain and the loop rule alone, three seeds
 LENDING = "lending_h200.json"  # kept requests, a lent device, both and neither, two seeds on two H200s
 ALL_VERDICTS = "train_h100_all_verdicts.json"  # plain, everything on without them and with them, nine runs at once
 PRETRAINED = "train_h200_smollm2.json"  # six runs at once on two H200s
+ALIKE = "train_h200_smollm2_alike_2e5.json", "loss_agg_mode=seq-mean-token-mean"  # long answers; in both arms
 PRIMES = "train_h200_smollm2_primes.json"  # a family that no earlier run had trained on, of sixteen runs at once six
 PRIMES_16 = "train_h200_smollm2_primes_16.json"  # the same with groups of 16, one pair
 CHAIN_SUM = "train_h200_smollm2_chain_sum.json"  # short answers, two learning rates, four runs at once on one H200
@@ -225,7 +226,8 @@ def _pretrained() -> dict[str, str]:
     """Of the runs on SmolLM2: long answers, then short ones, then the held-out family."""
     long, short = training_pairs((PRETRAINED,)), training_pairs((FRESH_PROMPTS,), overlay="all")
     primes, sixteen = training_pairs((PRIMES,)), training_pairs((PRIMES_16,))[0]
-    kinds = {"real": long, "new": short, "primes": primes}
+    alike = training_pairs(ALIKE[:1], *(f"{arm} {ALIKE[1]}" for arm in ("plain", "all")))
+    kinds = {"real": long, "alike": alike, "new": short, "primes": primes}
     few = _arms(CHAIN_SUM)
     first, last, later = (f"held-out reward, {when}" for when in ("first", "last", "later half"))
 
@@ -240,7 +242,9 @@ def _pretrained() -> dict[str, str]:
                 "first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
                 "reward": spread(pair.overlay[last] for pair in pairs),
                 "reward_plain": spread(pair.plain[last] for pair in pairs)}.items()},
-            "real_pairs": str(len(long)), "primes_pairs": str(len(primes)),
+            "real_pairs": str(len(long)), "alike_pairs": str(len(alike)), "primes_pairs": str(len(primes)),
+            "alike_tokens": spread(pair.ratio("decoded tokens per group with gradient") for pair in alike),
+            "alike_verdicts": span((pair.overlay["decisions: verdicts"] for pair in alike), 0),
             "primes_effective": spread(pair.ratio("effective tokens/s") for pair in primes),
             "primes_verdicts": span((pair.overlay["decisions: verdicts"] for pair in primes), 0),
             "sixteen_useful": f"{sixteen.ratio(USEFUL):.2f}",
