@@ -26,9 +26,9 @@ TRAINING_PROMPTS = 64  # eight weight versions an epoch
 POLL_S = 1.0
 SERVER, AGENT_LOOP = "vLLMHttpServer", "AgentLoopWorker"  # what Ray calls their processes
 # verl's own timers: a step without evaluations, and its parts; it waits in the second one while the trainer's GPUs are
-# lent. The weight sync's key has its prefix twice
+# lent. The weight sync's key has its prefix twice in fully async, and is another one under v1
 STEP_PARTS = {"": ("step",), ", wait for samples": ("gen", "wait_for_enough_samples"), ", update": ("update_actor",),
-              ", weight sync": ("timing_s/param_sync",)}
+              ", weight sync": ("timing_s/param_sync", "update_weights")}
 REWARDS = "first_rewards"  # among the curves of a run until they are compared; too many for a record
 PUSH = "critic/advantages/mean"  # of a token: below 0 more of them are pushed down than up
 DRIFT = "actor/ppo_kl"  # of the trained policy from the one of the old log-probs, nats a token; mean over an update

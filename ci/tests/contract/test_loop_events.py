@@ -15,6 +15,8 @@ from esgrpo.call import wrapped
 from esgrpo.hooks.verl import owned
 from esgrpo.hooks.verl.metrics import loop_events, rollouter_windows
 from esgrpo.hooks.verl.run import stop_after_step, stop_request
+from esgrpo.hooks.verl.server import calls_with_deadline
+from esgrpo.hooks.verl.v1.rows import trained_rows as v1_trained_rows
 
 TRAINED = [{"tokens": 6, "pruned": False, "spans": [[1, 2], [2, 4]]}, {"tokens": 2, "pruned": False, "spans": [[0, 2]]},
            {"tokens": 50, "pruned": True, "spans": [[0, 50]]}]  # under a rule that masks it
@@ -172,3 +174,18 @@ def test_plain_verl_writes_none_and_says_that_it_was_idle_all_the_time(run_dir):
 
 def test_a_release_without_the_history_of_groups_in_flight_gets_no_event():
     assert loop_events.of_rollouter(SimpleNamespace(), loop_events.history_of(SimpleNamespace()), 1) is None
+
+
+@pytest.mark.parametrize("closed", [2, 0])
+def test_a_step_of_a_v1_trainer_says_what_the_weight_sync_did_to_requests(run_dir, monkeypatch, closed):
+    window = {"version": 3, "start": 0.0, "seconds": 10.0, "capacity": 4, "used": 30.0, "sync": 1.0, "idle": 4.0,
+              "tail": 5.0, "tokens": 100, "surprisal": 0.0, "surprisal_tokens": 0, "outcomes": {"abort": 1},
+              "kept": 5, "kv_ages": [[1, 4], [3, 1]]}
+    told = [[{**window, "replica": str(number)}] for number in range(closed)]
+    monkeypatch.setattr(v1_trained_rows, "servers_of", lambda trainer: [])
+    monkeypatch.setattr(calls_with_deadline, "fetched_if_any", lambda *_: told)
+    trainer = SimpleNamespace()
+    metrics = v1_trained_rows.windows(trainer)
+    syncs = {key.rpartition("/")[2]: value for key, value in metrics.items() if key.startswith("esgrpo/sync/")}
+    assert syncs == ({"kept": 10, "aborted": 2, "kv_age": 3, "kv_age_mean": 1.4} if closed else {})
+    assert len(records.read(run_dir, "windows")) == len(owned.take(trainer, owned.RolloutSignals).windows) == closed

@@ -147,6 +147,7 @@ def test_separate_async_logs_what_it_did(separate):
     updates = metrics_of(separate, LOG_KL)
     assert len(updates) == STEPS
     assert all("esgrpo/bubble_rate" in row and "esgrpo/prune/rate" in row for row in updates)
+    assert any("esgrpo/sync/kept" in row for row in updates)
     assert any("esgrpo/length_bias/enough" in row and "esgrpo/prune/false_rate_bound" in row for row in updates)
     assert {row["esgrpo/pois/optimizer_steps_per_version"] for row in updates} == {OPTIMISER_STEPS}
     # how many live through a sync depends on the machine; what the metric says is what the rows say

@@ -35,9 +35,7 @@ async def around(call):
 
 async def metrics(rollouter, timing, event=None) -> dict[str, float]:
     from esgrpo import records
-    from esgrpo.algo.accounting import bubble, replica_rates, sync_counts
-    from esgrpo.algo.rows import EngineWindow
-    from esgrpo.hooks.verl.metrics import decision_counts, loop_events
+    from esgrpo.hooks.verl.metrics import engine_windows, loop_events
     from esgrpo.hooks.verl.prompts import prompt_order
     from esgrpo.hooks.verl.server.calls_with_deadline import answers_if_any
     from esgrpo.hooks.verl.server.control_methods import methods
@@ -48,11 +46,5 @@ async def metrics(rollouter, timing, event=None) -> dict[str, float]:
     windows = [window for answer in answers for window in answer]
     loop_events.write_rollout(rollouter, event, windows)
     paused = timing["fully_async/rollouter/version_time"] - timing["fully_async/rollouter/active_time"]
-    rates = bubble(windows, paused)
-    decision_counts.add_windows(windows)
-    for window in windows:
-        records.write_told(EngineWindow, {**window, "rollouter_paused": paused})
-    bubbles = {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate for name, rate in rates.items()}
-    return {**bubbles, **{f"esgrpo/sync/{name}": value for name, value in sync_counts(windows).items()},
-            **{f"esgrpo/replicas/{name}": value for name, value in replica_rates(windows).items()},
-            "esgrpo/records/dropped_by_rollouter": records.dropped(), **prompt_order.metrics_of(rollouter)}
+    return {**engine_windows.told(windows, paused), "esgrpo/records/dropped_by_rollouter": records.dropped(),
+            **prompt_order.metrics_of(rollouter)}

@@ -71,22 +71,14 @@ def servers_of(trainer) -> list:
 
 
 def windows(trainer) -> dict[str, float]:
-    """Bubble rate over the engine windows that closed since the last call. Nobody holds prompts back under v1."""
-    from esgrpo import records
-    from esgrpo.algo.accounting import bubble, replica_rates
-    from esgrpo.algo.rows import EngineWindow
+    """Metrics of the engine windows that closed since the last call. Nobody holds prompts back under v1."""
     from esgrpo.hooks.verl import owned
-    from esgrpo.hooks.verl.metrics import decision_counts
+    from esgrpo.hooks.verl.metrics import engine_windows
     from esgrpo.hooks.verl.server.calls_with_deadline import fetched_if_any
     from esgrpo.hooks.verl.server.control_methods import methods
 
     calls = [call.remote() for call in methods(servers_of(trainer), "esgrpo_take_windows")]
     answers = fetched_if_any(calls, "take_windows", "esgrpo/bubble_rate lacks this version")
     closed = [window for answer in answers for window in answer]
-    decision_counts.add_windows(closed)
-    for window in closed:
-        records.write_told(EngineWindow, window)
     owned.of(trainer, owned.RolloutSignals).windows = closed
-    bubbles = {f"esgrpo/{'' if name == 'bubble_rate' else 'bubble/'}{name}": rate
-               for name, rate in bubble(closed).items()}
-    return {**bubbles, **{f"esgrpo/replicas/{name}": value for name, value in replica_rates(closed).items()}}
+    return engine_windows.told(closed)
