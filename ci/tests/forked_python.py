@@ -63,7 +63,8 @@ def become(request: dict) -> tuple[str, str]:
     sys.orig_argv = [sys.executable, script, *arguments]
     directory = {"-c": "", "-m": os.getcwd()}.get(script, os.path.dirname(os.path.abspath(script)))
     paths = [path for path in request["environment"].get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = [directory, *paths, *sys.path[1:]]
+    # site adds nothing that is there already: the overlay may also be installed, as after the quickstart
+    sys.path[:] = [directory, *paths, *(path for path in sys.path[1:] if path not in paths)]
     importlib.invalidate_caches()
     sys.modules.pop("sitecustomize", None)
     hooked = sys.modules.pop(HOOKED)
