@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +14,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # What a developer's shell or an earlier test may have set, and what would change a child's behaviour.
 LEAKS = ("ESGRPO_", "PYTHONPATH", "VERL_", "VLLM_", "RAY_ADDRESS")
+
+
+@pytest.fixture(autouse=True)
+def _handlers_stay():
+    """A command's `main` called here takes SIGTERM as Ctrl-C: what a later test forks would have it, and lose it where
+    Python ignores exceptions."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

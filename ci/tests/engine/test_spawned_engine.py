@@ -189,10 +189,15 @@ def test_logprob_sum_is_the_sum_of_the_logprobs(played):
 
 
 def test_a_surplus_is_handed_back_with_every_token_that_was_made(played):
-    """First those that wait, who have none: vLLM's front end answers for them."""
+    """First those that wait, who have none: vLLM's front end answers for them, and the place that the third of them
+    gives up may start one of them before the engine hears of it."""
     run = played("quiet")["surplus"]
-    assert run["extra"] == 3
-    assert {ending(run["answers"][label]) for label in "45"} == {("abort", None, 0)}
+    assert run["extra"]["found"] == 3
+    for label in "45":
+        answer, book = run["answers"][label], run["extra"]["books"][label]
+        assert (answer["finish_reason"], answer["stop_reason"]) == ("abort", None)
+        assert book["outcome"] == "abort"
+        assert len(answer["tokens"]) <= sum(count for _, count in book["spans"]) < 200
     back, = [answer for answer in run["answers"].values() if answer["stop_reason"] == "segment"]
     assert (back["payload"]["outcome"], back["payload"]["rule"]) == ("yield", "surplus")
     assert 5 <= len(back["tokens"]) == sum(count for _, count in back["payload"]["spans"]) < 200
