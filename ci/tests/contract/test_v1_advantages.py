@@ -173,9 +173,14 @@ def with_factors(monkeypatch, hooked: bool) -> list[float]:
 
 @pytest.mark.hook("keep-probabilities-reach-estimator")
 def test_a_cut_row_weighs_what_its_part_of_the_whole_would(monkeypatch):
+    from verl.protocol import DataProto
+
     right, whole, cut = with_factors(monkeypatch, True)
     assert cut == pytest.approx(whole / 4) and right > 0 > whole
-    assert weighted_rows.cut_weight({"group": "u", "member": 2}) == 0.25
+    weighted_rows.weigh_cut_rows(DataProto.from_dict(  # the next batch of the same weight version
+        tensors={"advantages": torch.ones(1, 8)}, non_tensors={"esgrpo": np.array(
+            [{"group": "v", "member": 0, "outcome": "finish", "tokens": 8}], dtype=object)}))
+    assert weighted_rows.written([{"group": "u", "member": 2}, {"group": "v", "member": 0}]) == [0.25, 1.0]
 
 
 def test_without_the_hook_it_weighs_as_the_whole(monkeypatch):

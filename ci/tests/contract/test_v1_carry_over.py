@@ -55,6 +55,24 @@ def test_carried_groups_come_first_and_stale_ones_are_dropped(queue, tmp_path):
     assert seen["dropped"] == 1 and seen["trained"] == 1 and seen["age_max"] == 2  # two versions old, two are allowed
 
 
+def test_batches_of_a_version_add_up(queue, tmp_path):
+    """verl's own aggregation logs the mean of what each batch gives to its metrics."""
+    trainer = Trainer(queue, tmp_path)
+    names = trainer.submit(5)
+    trainer.complete(*names[:2])
+    trainer.step(1)  # one complete group and three others are carried into the next version
+    trainer.complete(names[2], *trainer.submit(1))
+    for _ in range(3):
+        metrics = {}
+        batch = wrapped(carried_groups, Trainer._step_once)(trainer, metrics, {}, sample_batch_size=1)
+        queue.kv_clear(batch.keys, "train")
+        assert not any(name.startswith("esgrpo/carry") for name in metrics)
+    seen = carried_groups.take_metrics(trainer)
+    assert {name: seen[f"esgrpo/carry/{name}"] for name in ("trained", "trained_carried", "carried", "age_max")} == {
+        "trained": 3, "trained_carried": 2, "carried": 2, "age_max": 2}
+    assert carried_groups.take_metrics(trainer) == {}
+
+
 def test_a_group_that_vanishes_is_counted_and_named_once(queue, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("ESGRPO_RUN_DIR", str(tmp_path))
     trainer = Trainer(queue, tmp_path)
@@ -194,6 +212,25 @@ def test_nothing_is_lost_at_checkpoint_and_restart(queue, tmp_path, monkeypatch)
 
 def test_a_group_that_did_not_come_back_is_noticed(queue, tmp_path, monkeypatch):
     assert restart(queue, tmp_path, monkeypatch, lose=True)["gone"] == 1
+
+
+@pytest.mark.parametrize("saved, news", [(True, 1), (False, 2)])  # the second one is the control
+def test_after_a_restart_the_history_hears_of_what_is_new(queue, tmp_path, monkeypatch, saved, news):
+    trainer = Trainer(queue, tmp_path, mode="auto")
+    names = trainer.submit(3)
+    trainer.complete(*names[:2])
+    batch = wrapped(carried_groups, Trainer._step_once)(trainer, {}, {}, sample_batch_size=1)
+    queue.kv_clear(batch.keys, "train")
+    owned.of(trainer.replay_buffer, owned.Groups).observed = frozenset(names[:2])
+    checkpoint(trainer, monkeypatch, saved)
+    trainer.complete(names[2])
+    again = Trainer(queue, tmp_path, mode="auto")
+    again.global_steps = 2
+    wrapped(reissued_groups, lambda self, partition_id="train": 0)(again)
+    again.replay_buffer._sync_metadata_from_transfer_queue()
+    known = owned.of(again.replay_buffer, owned.Groups).observed  # what prompt_outcomes leaves out
+    unheard = set(again.replay_buffer.finished_keys["train"]) - known
+    assert names[2] in unheard and len(unheard) == news  # of the two before one was trained, one waited
 
 
 def test_without_the_hook_on_the_checkpoint_nobody_notices(queue, tmp_path, monkeypatch):

@@ -181,6 +181,16 @@ def test_audited_pruning_is_reported_with_its_length_bias(queue, monkeypatch, tm
     assert metrics["esgrpo/length_bias/enough"] == pytest.approx(4 / 5 - 1 / 2)
 
 
+def test_rows_that_were_made_without_the_overlay_stop_nothing(queue, monkeypatch, tmp_path):
+    """The queue of a checkpoint of plain verl comes back with them."""
+    def strip(queue):
+        for row in queue.rows.values():
+            del row["extra_fields"]["esgrpo"]
+
+    rows, metrics = trained(queue, monkeypatch, tmp_path, hooked=True, change=strip)
+    assert rows == [] and metrics["esgrpo/bubble_rate"] == 0.5 and "esgrpo/prune_rate" not in metrics
+
+
 def test_without_the_hook_nothing_of_this_is_said(queue, monkeypatch, tmp_path):
     rows, metrics = trained(queue, monkeypatch, tmp_path, hooked=False)
     assert rows == [] and metrics["training/global_step"] == 3

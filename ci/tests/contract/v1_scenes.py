@@ -77,4 +77,4 @@ class Trainer:
         batch = wrapped(carried_groups, Trainer._step_once)(self, metrics, {}, sample_batch_size=count)
         self.queue.kv_clear(batch.keys, "train")
         self.global_steps += 1
-        return {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("esgrpo/carry")}
+        return {name.rpartition("/")[2]: value for name, value in carried_groups.take_metrics(self).items()}

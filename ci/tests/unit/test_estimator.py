@@ -239,7 +239,8 @@ def test_cutting_leaves_the_weight_of_every_token_that_is_left(monkeypatch):
     whole = slope(ours, 8)
     assert whole == slope(compute_advantage, 8)
     assert slope(ours, 2) == pytest.approx(whole)
-    assert [weighted_rows.cut_weight(row) for row in summaries] == [1.0, 1.0, 0.25]
+    assert weighted_rows.written(summaries) == [1.0, 1.0, 0.25]
+    assert weighted_rows.written(summaries) == [1.0, 1.0, 1.0]  # each once
     assert slope(compute_advantage, 2) == pytest.approx(4 * whole)  # negative control: plain verl
 
 

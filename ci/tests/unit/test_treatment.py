@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from types import SimpleNamespace
 
@@ -78,6 +79,22 @@ def test_a_token_of_a_cut_row_weighs_as_in_the_mean_complete_one(lengths):
             weights.learn(let_run(tokens))
     wanted = sum(1 / tokens for tokens in lengths) / len(lengths)
     assert weights.of(cut_at(at)) / at == pytest.approx(wanted, rel=0.1)
+
+
+def test_a_restart_weighs_cut_rows_as_before():
+    before, after = CutWeights(2048), CutWeights(2048)
+    assert before.learn(let_run(512)) and before.learn(let_run(1024)) and not before.learn(row(tokens=9))
+    after.restore(json.loads(json.dumps(before.state())))
+    assert after.of(cut_at(256)) == before.of(cut_at(256)) > CutWeights(2048).of(cut_at(256))
+
+
+@pytest.mark.parametrize("damaged", [[], {"verdict": 3}, {"verdict": ["x"]}, {"verdict": [0.1, 2.0]},
+                                     {"verdict": [float("nan")]}, {"verdict": [None]}])
+def test_a_damaged_state_of_cut_weights_is_refused_and_changes_nothing(damaged):
+    weights = CutWeights(2048)
+    with pytest.raises(ValueError):
+        weights.restore(damaged)
+    assert weights.state() == {}
 
 
 def test_rewards_are_put_on_the_scale_of_those_that_were_seen():

@@ -12,11 +12,12 @@ none, breaks the order or is older than the bound is an oddity with the group's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ENDED_KEPT = 4096  # ended groups remembered to notice one that comes back; far more than ever wait together
 IDS_SHOWN = 3  # group ids named in one line
+AT_THE_END, LARGEST = ("carried", "unfinished", "carried_age_max"), ("age_max",)  # of several batches; others add up
 STALE, FILTERED, FAILED, EMPTY = ENDINGS = ("dropped", "filtered", "failed", "empty")  # names of counts in `Step`
 
 
@@ -37,18 +38,25 @@ class Step:
     """What one sampled batch meant for the pool. Counts are groups, ages are versions (1: submitted in this one)."""
 
     trained: int
-    trained_carried: int  # of these: groups that had waited for at least one step
+    trained_carried: int  # of these: groups that were carried into this weight version
     carried: int
     unfinished: int  # of these: groups with members still to be generated
     dropped: int  # ended as too old
     filtered: int  # ended because their rewards were equal
     failed: int  # ended because a member failed
     empty: int  # ended without a row to train
-    gone: int  # carried until the last step, now neither there nor ended for a reason
+    gone: int  # carried until the last batch, now neither there nor ended for a reason
     early: int  # trained although an older complete group waits
     overdue: int  # trained at a greater age than the trainer promised
     age_max: int  # of the trained groups
     carried_age_max: int
+
+
+def of_version(batches: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Counts of all batches of a weight version, one at least, from those of each (`Step`, and what else adds up)."""
+    found = {name: sum(batch[name] for batch in batches) for name in batches[-1]}
+    found |= {name: batches[-1][name] for name in AT_THE_END}
+    return found | {name: max(batch[name] for batch in batches) for name in LARGEST}
 
 
 def remember(known: dict, groups: Mapping) -> None:
@@ -67,6 +75,7 @@ class CarryOver:
         self.trained: dict[str, None] = {}  # the last groups that were trained, oldest first
         self.ended: dict[str, None] = {}  # the last groups that ended otherwise, so that each is counted once
         self.oddities: dict[str, list[str]] = {}  # of the last settle: count of `Step` -> groups
+        self._into: tuple[int | None, frozenset[str]] = None, frozenset()  # a version, and what was carried into it
 
     def settle(self, version: int, trained: Mapping[str, int | None], waiting: Mapping[str, Waiting],
                ended: Mapping[str, str] | None = None) -> Step:
@@ -88,7 +97,9 @@ class CarryOver:
             "gone": sorted(self.carried.keys() - trained.keys() - waiting.keys() - ended.keys() - self.ended.keys()),
             "early": sorted(group for group, born in trained.items() if born > oldest),
             "overdue": sorted(group for group, born in trained.items() if self._is_overdue(version - born + 1))}
-        waited = sum(group in self.carried for group in trained)
+        if version != self._into[0]:
+            self._into = version, frozenset(self.carried)
+        waited = sum(group in self._into[1] for group in trained)
         remember(self.trained, dict.fromkeys(trained))
         remember(self.ended, dict.fromkeys([*ended, *self.oddities["gone"]]))
         self.carried = {group: entry.born for group, entry in waiting.items() if group not in ended}

@@ -73,10 +73,28 @@ class CutWeights:
         self._budget = budget
         self._seen: Mapping[str, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
 
-    def learn(self, row: Mapping) -> None:
-        if (row["outcome"] == Outcome.FINISH and row.get("exempted") and row.get("decided_by") in SAMPLED
-                and row["tokens"] > 0):
+    def learn(self, row: Mapping) -> bool:
+        """Is something known now that was not before?"""
+        told = (row["outcome"] == Outcome.FINISH and row.get("exempted") and row.get("decided_by") in SAMPLED
+                and row["tokens"] > 0)
+        if told:
             self._seen[row["candidate_rule"]].append(1 / row["tokens"])
+        return bool(told)
+
+    def state(self) -> dict[str, list[float]]:
+        """What a restart goes on from: 1 / tokens of the newest candidates that were let run, by rule."""
+        return {rule: list(seen) for rule, seen in self._seen.items()}
+
+    def restore(self, state: Mapping) -> None:
+        """Raises ValueError for a damaged state, which changes nothing."""
+        try:
+            seen = {str(rule): [float(value) for value in values] for rule, values in state.items()}
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+        if not all(0 < value <= 1 for values in seen.values() for value in values):
+            raise ValueError("1 / tokens outside of (0, 1]")
+        for rule, values in seen.items():
+            self._seen[rule].extend(values)
 
     def of(self, row: Mapping) -> float:
         """In (0, 1]: 1 for a row that was not cut."""

@@ -161,6 +161,7 @@ class Carried:
     pool: CarryOver | None = None  # None with a sampler of the user's own
     known: bool = False  # whether there is a pool has been looked at
     said: set[str] = field(default_factory=set)  # kinds of oddities that were said
+    batches: list[dict[str, int]] = field(default_factory=list)  # counts of those of this weight version
 
 
 @dataclass

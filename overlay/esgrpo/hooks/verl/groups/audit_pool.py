@@ -26,13 +26,13 @@ class AuditPool:
 
         settings = config.current()
         pruner = GroupPruner(settings, Audit(settings.prune.audit, random.Random(settings.seed)), budget)
-        self._file = _learned("prune-audit", file(), pruner.restore)
+        self._file = taken_over("prune-audit", file(), pruner.restore)
         self._pool = LessonPool(pruner)
 
         self._verdicts = self._verdict_file = None
         if settings.prune.verdict.enable:
             verdicts = verdicts_of(settings, random.Random(settings.seed))
-            self._verdict_file = _learned("prune-verdict", file("verdict"), verdicts.restore)
+            self._verdict_file = taken_over("prune-verdict", file("verdict"), verdicts.restore)
             self._verdicts = VerdictPool(verdicts)
 
     def teach(self, worker: int, lessons: list | None) -> dict:
@@ -54,9 +54,9 @@ class AuditPool:
         return answer
 
 
-def _learned(who: str, path: str | None, parse) -> str | None:
-    """Takes over what an earlier start learned; the file to write, None where it is there and cannot be read. An error
-    here would stop no run: this is an actor of its own, and workers would miss its answers one by one."""
+def taken_over(who: str, path: str | None, parse) -> str | None:
+    """Takes over what an earlier start learned; the file to write, None where it is there and cannot be read. It stops
+    no run: the pool is an actor of its own, and workers would miss its answers one by one."""
     from esgrpo.hooks.verl import state_files
 
     try:

@@ -27,7 +27,8 @@ _CURRENT: contextvars.ContextVar = contextvars.ContextVar("esgrpo_tossed", defau
 
 
 _cut_weights = None  # of this process: what candidates came to that were let run
-_factors: dict[tuple, float] = {}  # of the batch in hand: group and member of its cut rows
+_file: str | None = None  # beside the audit's, where a restart finds them
+_factors: dict[tuple, float] = {}  # group and member of cut rows whose books are not written yet
 
 
 def around(call):
@@ -50,20 +51,19 @@ def weigh_cut_rows(data):
     """
     import torch
 
-    from esgrpo import config
-    from esgrpo.algo.treatment import CutWeights
+    from esgrpo import records
 
-    global _cut_weights, _factors
-    if _cut_weights is None:
-        _cut_weights = CutWeights(config.facts()["response_length"])
+    weights = cut_weights()
     rows = data.non_tensor_batch.get("esgrpo")
     rows = [row or {"outcome": "finish"} for row in rows] if rows is not None else []
-    for row in rows:
-        _cut_weights.learn(row)
-    factors = [_cut_weights.of(row) for row in rows]
-    _factors = {(row["group"], row["member"]): factor for row, factor in zip(rows, factors, strict=True) if factor < 1}
-    if not _factors:
+    if any([weights.learn(row) for row in rows]) and _file is not None:
+        state = weights.state()  # now: the writer's thread must not read what the next batch changes
+        records.save(_file, lambda: state)
+    factors = [weights.of(row) for row in rows]
+    cut = {(row["group"], row["member"]): factor for row, factor in zip(rows, factors, strict=True) if factor < 1}
+    if not cut:
         return data
+    _factors.update(cut)
     advantages = data.batch["advantages"]
     # a new tensor: the returns of an estimator for outcome rewards are the same one
     data.batch["advantages"] = advantages * torch.tensor(factors, dtype=advantages.dtype,
@@ -71,9 +71,25 @@ def weigh_cut_rows(data):
     return data
 
 
-def cut_weight(row) -> float:
-    """Factor of the row of this summary in the batch in hand."""
-    return _factors.get((row["group"], row["member"]), 1.0)
+def cut_weights():
+    """`algo.treatment.CutWeights` of this process: a restart goes on from what the starts before it saw."""
+    from esgrpo import config
+    from esgrpo.algo.treatment import CutWeights
+    from esgrpo.hooks.verl.groups import audit_pool
+
+    global _cut_weights, _file
+    if _cut_weights is None:
+        _cut_weights = CutWeights(config.facts()["response_length"])
+        _file = audit_pool.taken_over("cut-weights", audit_pool.file("cut-weights"), _cut_weights.restore)
+    return _cut_weights
+
+
+def written(rows) -> list[float]:
+    """Factors of the rows with these summaries, whose books are written now: of one batch, under v1 of all batches
+    that were trained in a weight version."""
+    found = [_factors.get((row["group"], row["member"]), 1.0) for row in rows]
+    _factors.clear()
+    return found
 
 
 def current():

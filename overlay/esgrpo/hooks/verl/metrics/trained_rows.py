@@ -62,7 +62,7 @@ def write(rows: list[dict]) -> None:
 def rows_of(batch) -> list[dict]:
     """One plain dict per row: what it cost, whether it was pruned, and whether it carries gradient."""
     from esgrpo import config
-    from esgrpo.hooks.verl.losses.weighted_rows import cut_weight
+    from esgrpo.hooks.verl.losses import weighted_rows
     from esgrpo.losses import correct_rows
 
     mask = batch.batch["response_mask"].bool()
@@ -70,11 +70,12 @@ def rows_of(batch) -> list[dict]:
     scores = batch.batch["token_level_scores"].sum(dim=-1).tolist()
     correct = correct_rows(batch.batch["token_level_scores"].sum(dim=-1), config.current().success_threshold,
                            batch.non_tensor_batch.get("acc")).tolist()
-    rows = []
-    for index, summary in enumerate(batch.non_tensor_batch["esgrpo"]):
+    rows, summaries = [], batch.non_tensor_batch["esgrpo"]
+    factors = weighted_rows.written(summaries)
+    for index, summary in enumerate(summaries):
         rows.append({**summary, "score": scores[index], "correct": correct[index], "trained": True,
                      "pruned": not bool(mask[index].any()), "gradient": gradient[index],
-                     "cut_weight": cut_weight(summary)})
+                     "cut_weight": factors[index]})
     return rows
 
 

@@ -26,6 +26,7 @@ MEANS = {"gone": "are neither trained nor waiting any more, and verl gave no rea
          "overdue": "were trained at a greater age than trainer.v1.sampler.max_off_policy_threshold",
          "empty": "ended without a row: verl counts them in the batch and has nothing to train"}
 STATE_FILE = "esgrpo_carry_over.json"
+TOLD = "told"  # in it: complete groups whose outcomes the prompt history knows
 
 
 def around(call):
@@ -42,7 +43,7 @@ def around(call):
     trained_rows.begin(sorted(groups), trainer.global_steps)
     drawn_prompts.note_surplus(trainer, groups)
     if pool is not None:
-        metrics.update(settle(trainer, pool, batch, metrics))
+        settle(trainer, pool, batch)
     metrics.update(in_flight.take_metrics(trainer))
     return batch
 
@@ -63,7 +64,7 @@ def pool_of(trainer):
     return carried.pool
 
 
-def settle(trainer, pool, batch, metrics) -> dict[str, float]:
+def settle(trainer, pool, batch) -> None:
     """Tell the pool about one sampled batch; a group trained twice stops the run, what else is odd is said once."""
     from esgrpo import records
     from esgrpo.algo.carry_over import EMPTY, CarryOverError, Waiting
@@ -99,7 +100,17 @@ def settle(trainer, pool, batch, metrics) -> dict[str, float]:
     partial = sum(size != trainer.config.actor_rollout_ref.rollout.n for size in sizes.values())
     records.write(Carry(step=version, groups=trained, waiting={g: w.born for g, w in waiting.items()}, partial=partial,
                         odd=odd, **vars(step)))
-    return {f"esgrpo/carry/{name}": float(value) for name, value in {**vars(step), "partial": partial}.items()}
+    owned.of(trainer, owned.Carried).batches.append({**vars(step), "partial": partial})
+
+
+def take_metrics(trainer) -> dict[str, float]:
+    """Of all batches of the weight version that ends: verl would log the mean of what each of them gave to it."""
+    from esgrpo.algo.carry_over import of_version
+    from esgrpo.hooks.verl import owned
+
+    carried = owned.of(trainer, owned.Carried)
+    batches, carried.batches = carried.batches, []
+    return {f"esgrpo/carry/{name}": float(count) for name, count in (of_version(batches) if batches else {}).items()}
 
 
 def say_odd(trainer, odd: dict[str, list[str]]) -> None:
@@ -128,23 +139,31 @@ def save(trainer) -> None:
     pool = owned.of(trainer, owned.Carried).pool
     if pool is None:
         return
-    state = pool.to_state()
+    state = {**pool.to_state(), TOLD: sorted(owned.of(trainer.replay_buffer, owned.Groups).observed)}
     records.save(os.path.join(folder(trainer, trainer.global_steps), STATE_FILE), lambda: state)
     records.flush()
 
 
 def load(trainer, rules):
     """The pool saved with the checkpoint that this run went on from; None when it started afresh or has none that can
-    be understood.
+    be understood. What the history was told of stays told.
 
     Under `sync` verl saves no TransferQueue: nothing is carried across a restart there, and nothing waits either.
     """
     from esgrpo.algo.carry_over import CarryOver
+    from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.state_files import restored
+
+    def parse(state):
+        pool, told = CarryOver.from_state(state, *rules), state.get(TOLD, [])  # older checkpoints do not say
+        if not isinstance(told, list):
+            raise ValueError(f"{TOLD}={told!r}")
+        owned.of(trainer.replay_buffer, owned.Groups).observed |= frozenset(map(str, told))
+        return pool
 
     settings = trainer.config.trainer
     if settings.resume_mode == "disable" or trainer.trainer_mode == "sync":
         return None
     given = settings.resume_from_path if settings.resume_mode == "resume_path" else None
     path = os.path.join(given or folder(trainer, trainer.global_steps - 1), STATE_FILE)
-    return restored("carry-over", path, lambda state: CarryOver.from_state(state, *rules))
+    return restored("carry-over", path, parse)

@@ -22,9 +22,10 @@ HOOK = Hook(
 
 def around(call):
     from esgrpo.hooks.verl import owned
-    from esgrpo.hooks.verl.v1.prompts import drawn_prompts
+    from esgrpo.hooks.verl.v1.prompts import carried_groups, drawn_prompts
 
     trainer = call.owner
+    carried_groups.pool_of(trainer)  # now: the replay buffer's first look would take what came back for news
     partition = call.argument("partition_id")
     drawn_prompts.started(trainer, tags_of(trainer, partition))
     lost = unfinished(trainer, partition)

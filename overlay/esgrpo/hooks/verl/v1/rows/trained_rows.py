@@ -34,11 +34,13 @@ def record(trainer, batch, timing, logged) -> dict[str, float]:
     from esgrpo import config
     from esgrpo.hooks.verl.metrics import decision_counts, loop_events, prune_metrics
     from esgrpo.hooks.verl.metrics.trained_rows import metrics, rows_of, write
+    from esgrpo.hooks.verl.v1.prompts import carried_groups
 
-    rows = rows_of(padded(batch))
+    batch = padded(batch)
+    rows = rows_of(batch) if len(batch.non_tensor_batch["esgrpo"]) else []  # none: all made without the overlay
     write(rows)
     report = prune_metrics.take(trainer.replay_buffer, rows) if rows and config.current().audited else {}
-    found = {**(metrics(rows) if rows else {}), **report, **windows(trainer),
+    found = {**(metrics(rows) if rows else {}), **report, **windows(trainer), **carried_groups.take_metrics(trainer),
              **loop_events.of_v1(trainer, rows, timing, logged), **loop_events.take_metrics()}
     return {**found, **decision_counts.of_v1(trainer, rows)}
 
