@@ -138,9 +138,11 @@ def test_an_engine_without_the_scheduler_hook_answers_all_calls_and_says_so_once
 
 
 @pytest.mark.hook("server-weight-version")
+@pytest.mark.parametrize("mode, sync", [("STANDALONE", 5.0), ("HYBRID", 0.0)])
 @pytest.mark.parametrize("state", ["DISABLED", "DRIFTED", "APPLIED"])
-def test_a_weight_sync_goes_on_without_the_utilities(monkeypatch, capsys, said, state):
-    """Under ESGRPO_DISABLE or ESGRPO_STRICT=0; where the utilities are in place they are called."""
+def test_a_weight_sync_goes_on_without_the_utilities(monkeypatch, capsys, said, state, mode, sync):
+    """Under ESGRPO_DISABLE or ESGRPO_STRICT=0; where the utilities are in place they are called. A replica on the
+    trainer's devices was asleep while it was paused."""
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.sync import weight_version
 
@@ -148,18 +150,21 @@ def test_a_weight_sync_goes_on_without_the_utilities(monkeypatch, capsys, said, 
 
     async def call(name, *args):
         called.append(name)
-        return {"version": 1}
+        return {"version": 1, "sync": 5.0}
 
     async def original(self, steps):
         self.global_steps = steps
 
     record = engine.load_hooks()["engine-core-utilities"]
     monkeypatch.setattr(record, "state", engine.State[state])
-    server = SimpleNamespace(node_rank=0, engine=SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call)))
+    server = SimpleNamespace(node_rank=0, rollout_mode=SimpleNamespace(name=mode),
+                             engine=SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call)))
     asyncio.run(wrapped(weight_version, original)(server, 1))
     applied = state == "APPLIED"
     assert server.global_steps == 1 and called == ["esgrpo_set_version"] * applied
-    assert [window["version"] for window in owned.of(server, owned.Server).windows] == [1] * applied
+    closed = owned.of(server, owned.Server).windows
+    assert [(window["version"], window["sync"]) for window in closed] == [(1, sync)] * applied
+    assert [window["lent"] for window in closed if mode == "HYBRID"] == [5.0] * (applied and mode == "HYBRID")
     assert capsys.readouterr().err.count(f"engine-core-utilities {state}") == (not applied)
 
 

@@ -106,7 +106,7 @@ def version(made, seconds=10.0, tokens=4000, wait=8.0, train=1.5) -> None:
     inner = made.rollouter.instance
     signals = owned.of(inner, owned.RolloutSignals)
     signals.event = SimpleNamespace(seconds=seconds, in_flight=float(inner.max_concurrent_samples))
-    signals.windows = [{"tokens": tokens * inner.max_concurrent_samples // START.concurrency, "sync": 6.4,
+    signals.windows = [{"version": 1, "tokens": tokens * inner.max_concurrent_samples // START.concurrency, "sync": 6.4,
                         "capacity": CAPACITY, "surprisal": 100.0, "surprisal_tokens": 100}]
     steps = owned.of(made, owned.Steps)
     steps.ended = time.time() - seconds

@@ -96,8 +96,9 @@ def step(made, train: float) -> int:
         seconds=seconds, groups=BATCH, tokens=tokens, age=1.0, entropy=None,
         loss=0.1, kl=None, grad_norm=1.0,
         spent={"wait": seconds - train - sync, "train": train, "sync": sync, "other": 0.0})]
-    owned.of(made, owned.RolloutSignals).windows = [{"tokens": tokens, "sync": 6.4, "used": flying * rollout * SIZE,
-                                                     "capacity": 64, "surprisal": 1.0, "surprisal_tokens": 1}]
+    owned.of(made, owned.RolloutSignals).windows = [{
+        "version": made.global_steps, "tokens": tokens, "sync": 6.4, "used": flying * rollout * SIZE, "capacity": 64,
+        "surprisal": 1.0, "surprisal_tokens": 1}]
     made.global_steps += 1
     return evicted
 

@@ -18,6 +18,7 @@ from esgrpo.algo.accounting import (
     bubble,
     ks_distance,
     length_bias,
+    lent_back,
     pace_of,
     prune_report,
     quantile,
@@ -185,6 +186,28 @@ def test_rates_of_replicas_are_of_their_own_time():
     assert replica_rates(windows) == {"tokens_per_s_min": 50, "tokens_per_s_mean": 125, "tokens_per_s_max": 200,
                                       "surprisal": 0.1}
     assert replica_rates([window("0", 0, 0)]) == replica_rates([]) == {}
+
+
+def test_a_replica_that_the_trainer_has_is_no_bubble():
+    """Asleep for all of two windows' time but ten seconds, in which it ran at half of its room."""
+    clock = Clock()
+    occupancy = Occupancy(4, clock)
+    occupancy.pause(True)
+    clock.now += 100.0
+    occupancy.pause(False)
+    occupancy.observe(2, 0)
+    clock.now += 10.0
+    occupancy.window.tokens = 500
+    window = {**dataclasses.asdict(occupancy.close()), "replica": "0"}
+    assert bubble([window])["bubble_rate"] == pytest.approx(1 - 20 / 440)  # negative control: a weight sync of 100 s
+    lent = lent_back(window)
+    assert bubble([lent]) == pytest.approx({"bubble_rate": 0.5, "tail": 0.5, "sync": 0, "paused": 0, "starved": 0})
+    assert replica_rates([lent])["tokens_per_s_min"] == pytest.approx(50.0)
+    assert sum(lent[name] for name in ("used", "sync", "idle", "tail", "lent")) == pytest.approx(4 * 110)
+    occupancy.pause(True)
+    clock.now += 0.1 * 3
+    asleep = lent_back({**dataclasses.asdict(occupancy.close()), "replica": "0"})
+    assert replica_rates([asleep]) == {} and bubble([asleep])["bubble_rate"] == pytest.approx(0.0)
 
 
 def test_no_time_is_no_bubble():

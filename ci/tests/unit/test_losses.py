@@ -261,8 +261,9 @@ def test_dmmpt_outside_ppo_loss_is_an_error(monkeypatch):
 PROMPT = 3
 
 
-def micro_batches(batch, acc, size=3, rollout=True):
-    """What the actor worker's engine hands to ppo_loss: the trainer's batch through verl's own conversions."""
+def micro_batches(batch, acc, size=3, rollout=True, v1=False):
+    """What the actor worker's engine hands to ppo_loss: the trainer's batch through verl's own conversions. `v1`: rows
+    come out of the TransferQueue as its reward loop left them."""
     import numpy as np
     from verl import DataProto
     from verl.utils import tensordict_utils as tu
@@ -284,7 +285,9 @@ def micro_batches(batch, acc, size=3, rollout=True):
     if rollout:
         columns["rollout_log_probs"] = batch.old
     others = {"uid": np.array(list("aabbcc"), dtype=object)}
-    if acc is not None:
+    if acc is not None and v1:
+        others["extra_fields"] = np.array([{"reward_extra_info": {"acc": value}} for value in acc], dtype=object)
+    elif acc is not None:
         others["acc"] = np.array(acc)
     data = DataProto.from_dict(tensors=columns, non_tensors=others, meta_info={"temperature": 1.0})
     data = left_right_2_no_padding(data.to_tensordict())
@@ -310,7 +313,7 @@ def model_output(batch, micro):
     return {key: torch.nested.as_nested_tensor(parts, layout=torch.jagged) for key, parts in flat.items()}
 
 
-def through_ppo_loss(batch, loss_mode, acc, size=3, mode="token-mean", entropy=True, rollout=True):
+def through_ppo_loss(batch, loss_mode, acc, size=3, mode="token-mean", entropy=True, rollout=True, v1=False):
     from verl.workers.utils import losses as verl_losses
 
     hook = importlib.import_module("esgrpo.hooks.verl.losses.loss_context")
@@ -318,7 +321,7 @@ def through_ppo_loss(batch, loss_mode, acc, size=3, mode="token-mean", entropy=T
     config = actor_config(loss_agg_mode=mode)
     object.__setattr__(config.policy_loss, "loss_mode", loss_mode)
     total, metrics = 0.0, []
-    for micro in micro_batches(batch, acc, size, rollout):
+    for micro in micro_batches(batch, acc, size, rollout, v1):
         output = model_output(batch, micro)
         if not entropy:
             output.pop("entropy")
@@ -328,13 +331,14 @@ def through_ppo_loss(batch, loss_mode, acc, size=3, mode="token-mean", entropy=T
     return total, metrics
 
 
-def test_micro_batch_columns():
+@pytest.mark.parametrize("v1", [False, True])
+def test_micro_batch_columns(v1):
     """Entropy is aligned with the response tokens, and every column follows its row through shuffling."""
     batch, hook = Batch(4), importlib.import_module("esgrpo.hooks.verl.losses.loss_context")
     batch.calm = torch.arange(1, ROWS + 1, dtype=torch.float64)
     entropy = torch.distributions.Categorical(logits=batch.logits.detach()).entropy() * batch.calm[:, None]
     order, acc = [], [True, False, False, True, True, False]
-    for micro in micro_batches(batch, acc, size=1):
+    for micro in micro_batches(batch, acc, size=1, v1=v1):
         seen, row = hook.MicroBatch(model_output(batch, micro), micro), micro["row"].item()
         length = int(seen.data["attention_mask"].sum()) - PROMPT
         assert torch.equal(seen.entropy()[0, :length], entropy[row, :length])
@@ -354,13 +358,14 @@ def test_micro_batch_columns():
 @pytest.mark.parametrize(
     "acc", [None, [True, False, True, True, False, False], [1.0, -1.0, 1.0, 0.0, 1.0, 1.0], [True] * ROWS]
 )
-def test_dmmpt_through_verls_batch_path(monkeypatch, loss_mode, mode, size, acc):
+@pytest.mark.parametrize("v1", [False, True])
+def test_dmmpt_through_verls_batch_path(monkeypatch, loss_mode, mode, size, acc, v1):
     """Entropy, correctness and rollout log-probs reach the loss; masked tokens stay in the denominator."""
     batch = Batch(2)
     batch.calm = torch.tensor([0.1, 0.1, 0.1, 0.1, 0.1, 1.0], dtype=torch.float64)
     tau, sigma = 0.3, 0.2
     segment(monkeypatch, dmmpt={"enable": True, "tau": tau, "sigma": sigma})
-    loss, metrics = through_ppo_loss(batch, loss_mode, acc, size, mode)
+    loss, metrics = through_ppo_loss(batch, loss_mode, acc, size, mode, v1=v1)
     right = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0] if acc is None else acc
     entropy = torch.distributions.Categorical(logits=batch.logits.detach()).entropy() * batch.calm[:, None]
     plain = reinforce(batch) if loss_mode == "pois" else clipped(batch, batch.old)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from esgrpo.algo.accounting import lent_back
 from esgrpo.algo.null_groups import spare_share
 from esgrpo.algo.overlap import Window
 from esgrpo.algo.overlap_law import Setting
@@ -82,7 +83,8 @@ def test_a_validation_is_no_weight_sync_and_no_rate_of_rollout():
 
 
 def test_tokens_of_groups_that_nobody_trains_are_not_rollouts():
-    engines = [{"tokens": tokens, "surprisal": 0.0, "surprisal_tokens": 0, "capacity": 0} for tokens in (300, 200)]
+    engines = [{"version": 3, "tokens": tokens, "surprisal": 0.0, "surprisal_tokens": 0, "capacity": 0}
+               for tokens in (300, 200)]
     assert [measured(8, engines, 1.0, 4.0, left_out_tokens=less).tokens for less in (0, 120, 600)] == [500, 380, 0]
     assert measured(8, [], 1.0, 4.0, left_out_tokens=120).tokens is None
 
@@ -144,9 +146,24 @@ def test_groups_ahead_are_those_of_the_settings():
 
 
 def test_groups_in_the_engines_are_those_of_the_responses_that_decode():
-    windows = [{"used": 40.0}, {"used": 20.0}]  # request-seconds of two replicas
+    windows = [{"version": 3, "used": 40.0}, {"version": 3, "used": 20.0}]  # request-seconds of two replicas
     assert decoding(windows, 5.0, 4) == 3.0
     assert decoding([], 5.0, 4) is None and decoding(windows, 0.0, 4) is None
+
+
+def test_a_window_of_many_versions_says_nothing_of_this_one():
+    """Under verl's separate_async the trainer's own replicas are asleep between two validations, and their window ends
+    with the next one."""
+    def one(version, tokens, sync):
+        return {"version": version, "tokens": tokens, "sync": sync, "seconds": 60.0, "used": 60.0, "capacity": 2,
+                "surprisal": 1.0, "surprisal_tokens": 10}
+
+    ours, theirs = one(9, 300, 4.0), lent_back(one(4, 5000, 1200.0))
+    assert measured(8, [ours, theirs], 60.0, 4.0) == measured(8, [ours], 60.0, 4.0)
+    assert decoding([ours, theirs], 60.0, 1) == decoding([ours], 60.0, 1) == 1.0
+    lent = lent_back(one(9, 200, 80.0))  # in this version: what it made counts, and that it slept is no weight sync
+    found = measured(8, [ours, lent], 60.0, 4.0)
+    assert found.tokens == 500 and found.pause_s == 1.0
 
 
 @pytest.mark.parametrize("owed, found", [(0, (8, 0)), (5, (13, 0)), (-3, (5, 0)), (-8, (1, -1)), (-20, (1, -13))])

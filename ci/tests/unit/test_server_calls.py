@@ -76,7 +76,8 @@ def server_with(cores: int):
     """A server whose engine never answers."""
     client = SimpleNamespace(call_utility_async=lambda *args: never(), core_engines=list(range(cores)),
                              _call_utility_async=lambda *args, engine: never())
-    return SimpleNamespace(node_rank=0, global_steps=7, engine=SimpleNamespace(engine_core=client))
+    return SimpleNamespace(node_rank=0, global_steps=7, rollout_mode=SimpleNamespace(name="STANDALONE"),
+                           engine=SimpleNamespace(engine_core=client))
 
 
 @pytest.mark.parametrize("cores", [1, 2])

@@ -12,6 +12,7 @@ from esgrpo.algo.terms import Outcome, Treatment
 
 ABORTED_KEPT = 4096  # more than run at once; most come back within seconds
 LEAST_STEPS, LEAST_SPREAD = 16, 0.1  # of a line: steps; deviation of their batch, of its mean
+LEAST_S = 1e-3  # of a replica's time, for a rate: one that the trainer had all the time has what rounding leaves
 TIMELINE_PERIOD_S = 0.25  # the occupancy curve keeps one point per period, enough for a plot
 
 
@@ -151,14 +152,20 @@ class Occupancy:
         return window
 
 
+def lent_back(window: Mapping) -> dict:
+    """The window of a replica on the trainer's own devices: while it is paused the trainer has them (or its weights are
+    on their way in), which is no bubble of rollout."""
+    return {**window, "sync": 0.0, "lent": window["sync"]}
+
+
 def bubble(windows: Iterable[dict], rollouter_paused_s: float = 0.0) -> dict[str, float]:
-    """Bubble rate of a set of windows and its causes, which sum to it.
+    """Bubble rate of a set of windows and its causes, which sum to it; of the time that the replicas are rollout's.
 
     `rollouter_paused_s`: seconds in which the rollouter held back prompts (staleness limit); that much of the idle
     time is "paused", the rest is "starved".
     """
     windows = list(windows)
-    total = sum(w["capacity"] * w["seconds"] for w in windows)
+    total = sum(w["capacity"] * w["seconds"] - w.get("lent", 0.0) for w in windows)
     if total <= 0:
         return {"bubble_rate": 0.0, "paused": 0.0, "starved": 0.0, "tail": 0.0, "sync": 0.0}
     idle = sum(w["idle"] for w in windows)
@@ -172,14 +179,15 @@ def bubble(windows: Iterable[dict], rollouter_paused_s: float = 0.0) -> dict[str
 
 
 def replica_rates(windows: Iterable[dict]) -> dict[str, float]:
-    """Tokens/s of the slowest, the mean and the fastest replica, and their mean surprisal, nats a token (of attempts
-    that ended in these windows); what was not measured is left out."""
+    """Tokens/s of the slowest, the mean and the fastest replica while they are rollout's, and their mean surprisal,
+    nats a token (of attempts that ended in these windows); what was not measured is left out."""
     time, tokens = Counter(), Counter()
     windows = list(windows)
     for window in windows:
-        time[window["replica"]] += window["seconds"]
+        lent = window.get("lent", 0.0)
+        time[window["replica"]] += window["seconds"] - (lent / window["capacity"] if lent else 0.0)
         tokens[window["replica"]] += window["tokens"]
-    rates = [tokens[replica] / seconds for replica, seconds in time.items() if seconds > 0]
+    rates = [tokens[replica] / seconds for replica, seconds in time.items() if seconds > LEAST_S]
     found = {"tokens_per_s_min": min(rates), "tokens_per_s_mean": sum(rates) / len(rates),
              "tokens_per_s_max": max(rates)} if rates else {}
     counted = sum(window["surprisal_tokens"] for window in windows)

@@ -48,10 +48,18 @@ class Run:
     fixed: Collection[str] = ()  # of the settings above
 
 
+def of_the_version(windows: Sequence[Mapping]) -> list[Mapping]:
+    """Without those that began with an older version: of a replica on the trainer's devices, which closes one at the
+    next time that it is lent to rollout, after any number of versions; what it made in one of them nobody knows."""
+    newest = max((window["version"] for window in windows), default=0)
+    return [window for window in windows if window["version"] == newest]
+
+
 def measured(concurrency: int, windows: Sequence[Mapping], seconds: float | None, in_flight: float | None,
              left: int = 0, left_out_tokens: int = 0, null_share: float | None = None) -> Rollout:
-    """`windows`: of the engines, those that the version ended in; `left_out_tokens`: of groups that finished in it and
+    """`windows`: of the engines, closed since the version before; `left_out_tokens`: of groups that finished in it and
     whose place was given to others."""
+    windows = of_the_version(windows)
     step_s, decode_level = pace_of(window.get("pace", {}) for window in windows)
     counted = sum(window["surprisal_tokens"] for window in windows)
     return Rollout(
@@ -64,7 +72,7 @@ def measured(concurrency: int, windows: Sequence[Mapping], seconds: float | None
 def decoding(windows: Sequence[Mapping], seconds: float, group_size: int) -> float | None:
     """Groups in the engines, mean over `seconds`, by the responses that decoded: where nobody counts groups. A group of
     which some responses have ended counts in part."""
-    used = sum(window["used"] for window in windows)
+    used = sum(window["used"] for window in of_the_version(windows))
     return used / group_size / seconds if windows and seconds > 0 else None
 
 

@@ -277,6 +277,7 @@ class EngineWindow(Row):
     sync: float
     idle: float
     tail: float
+    lent: float = 0.0  # paused while the trainer had its devices: used + sync + idle + tail + lent == all
     away: float = 0.0
     steps: int = 0
     pace: dict = field(default_factory=dict)  # algo.accounting.Pace

@@ -65,10 +65,18 @@ class MicroBatch:
         return None if scores is None else scores.sum(dim=-1)
 
     def acc(self) -> list | None:
-        """The reward function's `acc` of each row, or None when it reports none."""
+        """The reward function's `acc` of each row, or None when it reports none. verl's v1 trainers have no column of
+        it: there it is where the reward loop left it."""
+        values = self._objects("acc")
+        if values is None:
+            extra = self._objects("extra_fields") or []
+            values = [((fields or {}).get("reward_extra_info") or {}).get("acc") for fields in extra]
+        return values if any(value is not None for value in values) else None
+
+    def _objects(self, name: str) -> list | None:
         from verl.utils import tensordict_utils
 
-        value = tensordict_utils.get(self.data, "acc")
+        value = tensordict_utils.get(self.data, name)
         if value is None:
             return None
         one_for_each = isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0

@@ -19,6 +19,7 @@ HOOK = Hook(
 
 async def around(call):
     from esgrpo import utilisation
+    from esgrpo.algo.accounting import lent_back
     from esgrpo.errors import EsgrpoError
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.server import token_outputs
@@ -34,6 +35,8 @@ async def around(call):
                                        "window of it is not recorded")
         windows = []
     closed = [window for window in windows if window is not None]
+    if server.rollout_mode.name == "HYBRID":
+        closed = [lent_back(window) for window in closed]
     if closed:
         closed[0].update({**token_outputs.take_counts(server), **utilisation.of_process()})
     owned.of(server, owned.Server).windows += closed
