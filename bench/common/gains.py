@@ -307,17 +307,20 @@ def _against_better(half: str, records: dict[str, tuple[str, ...]]) -> list[floa
 
 
 def _controlled_on_gpus() -> dict[str, str]:
-    """Ratios within a seed of effective tokens/s in the later half, to a fixed 4 and to the best fixed one."""
-    later = "effective tokens/s, later half"
+    """Ratios within a seed, to a fixed 4 and to the best fixed one: effective tokens/s in the later half, and groups with
+    a gradient a second."""
+    later, groups = "effective tokens/s, later half", "groups with gradient/s"
 
-    def ratios(record: str, *fixed: str) -> str:
+    def ratios(measure: str, record: str, *fixed: str) -> str:
         measures = json.loads((RESULTS / record).read_text())["measures"]
-        best = {seed: max(measures[arm][seed][later] for arm in fixed) for seed in measures[fixed[0]]}
-        return span(row[later] / best[seed] for arm, runs in measures.items() if "overlap" in arm
+        best = {seed: max(measures[arm][seed][measure] for arm in fixed) for seed in measures[fixed[0]]}
+        return span(row[measure] / best[seed] for arm, runs in measures.items() if "overlap" in arm
                     for seed, row in runs.items() if seed in best)
 
-    return {"control_to_4": ratios(OVERLAP_GPU, "all staleness=4"),
-            "control_for_speed": ratios(OVERLAP_FOR_SPEED, "all", "all staleness=4")}
+    return {"control_to_4": ratios(later, OVERLAP_GPU, "all staleness=4"),
+            "control_groups_to_4": ratios(groups, OVERLAP_GPU, "all staleness=4"),
+            "control_for_speed": ratios(later, OVERLAP_FOR_SPEED, "all", "all staleness=4"),
+            "control_groups_for_speed": ratios(groups, OVERLAP_FOR_SPEED, "all", "all staleness=4")}
 
 
 def _lending() -> dict[str, str]:
