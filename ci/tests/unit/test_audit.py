@@ -9,16 +9,16 @@ import pytest
 from esgrpo import config
 from esgrpo.algo.audit import CAP, COIN, RELAX, SMALLEST_SCALE, TOO_FEW, WARM_UP, Audit, Candidate
 
-RULE = "hopeless"
+RULE, PROVEN = "hopeless", "repetition"
 NEEDED = 20
 SETTINGS = config.Audit(enable=True, exempt_prob=0.25, window=100, min_candidates=NEEDED, max_false_rate=0.3,
                         max_fraction=0.5)
 
 
-def informed(outcomes: int = NEEDED, false: int = 0, score: float = 0.1) -> Audit:
+def informed(outcomes: int = NEEDED, false: int = 0, score: float = 0.1, rule: str = RULE) -> Audit:
     audit = Audit(SETTINGS, random.Random(1))
     for number in range(outcomes):
-        audit.learn(RULE, score, number < false)
+        audit.learn(rule, score, number < false)
     return audit
 
 
@@ -32,19 +32,25 @@ def candidate(**facts) -> Candidate:
     ({"others": 2}, (0.25, COIN)), ({"others": 1}, (1.0, TOO_FEW)),
     ({"pruned": 3}, (0.25, COIN)), ({"pruned": 4}, (1.0, CAP)),
     # what is proven and trained costs no sibling; what is only one of both does
-    ({"others": 0, "pruned": 7, "proven": True, "trained": True}, (0.25, COIN)),
-    ({"pruned": 4, "proven": True}, (1.0, CAP)), ({"others": 1, "trained": True}, (1.0, TOO_FEW))])
+    ({"others": 0, "pruned": 7, "rule": PROVEN, "trained": True}, (0.25, COIN)),
+    ({"pruned": 4, "rule": PROVEN}, (1.0, CAP)), ({"others": 1, "trained": True}, (1.0, TOO_FEW))])
 def test_who_may_be_pruned(facts, answer):
     assert informed().keep_probability(candidate(**facts)) == answer
 
 
 def test_a_forecast_waits_for_its_evidence_and_a_proof_for_evidence_against_it():
-    proven = candidate(proven=True)
+    proven = candidate(rule=PROVEN)
     assert informed(NEEDED - 1).keep_probability(candidate()) == (1.0, WARM_UP)
     assert informed(NEEDED).keep_probability(candidate()) == (0.25, COIN)
     assert informed(0).keep_probability(proven) == (0.25, COIN)
-    assert informed(6, false=2).keep_probability(proven) == (0.25, COIN)  # 0.33 of 6: the lower bound is below 0.3
-    assert informed(6, false=5).keep_probability(proven) == (1.0, WARM_UP)
+    assert informed(6, 2, rule=PROVEN).keep_probability(proven) == (0.25, COIN)  # 0.33 of 6: the lower bound is below
+    assert informed(6, 5, rule=PROVEN).keep_probability(proven) == (1.0, WARM_UP)
+
+
+def test_the_scale_of_a_proof_is_tightened_by_evidence_against_it_alone():
+    """6 of 20, as is allowed: the interval holds the limit, which is too much for a forecast."""
+    assert informed(NEEDED, 6).scale(RULE) < 1 == informed(NEEDED, 6, rule=PROVEN).scale(PROVEN)
+    assert informed(NEEDED, 12, rule=PROVEN).scale(PROVEN) < 1
 
 
 def test_a_scale_that_was_relaxed_into_bad_evidence_prunes_nobody():

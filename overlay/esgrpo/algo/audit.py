@@ -23,6 +23,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from esgrpo import config
+from esgrpo.algo.terms import Rule
 
 Z_95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution, the usual Wilson interval
 AT_LEAST = 2  # members of a group that are never pruned: one alone has no sibling to be compared with
@@ -30,6 +31,7 @@ TIGHTEN = 0.5  # factor of the scale when the bound is above the allowed rate
 RELAX = 1.01  # factor of the scale per case that was let go because of it
 SMALLEST_SCALE = 2.0**-10  # tightening ends here; the bound still forbids pruning
 COIN, WARM_UP, CAP, TOO_FEW = "coin", "warm-up", "cap", "too-few"
+PROVEN = (Rule.REPETITION,)  # by what a response has done, not forecast
 SAMPLED = (COIN, WARM_UP)  # an exemption by cap selects late candidates: its outcome is not representative
 
 
@@ -80,8 +82,11 @@ class Candidate:
     pruned: int
     others: int
     score: float
-    proven: bool = False  # by what it has done, not forecast
     trained: bool = False  # its row is trained however the coin falls
+
+    @property
+    def proven(self) -> bool:
+        return self.rule in PROVEN
 
     @property
     def capped(self) -> bool:
@@ -147,11 +152,7 @@ class Audit:
         if candidate.capped and not has_room(self.settings.max_fraction, candidate.size, candidate.pruned):
             return 1.0, CAP
         false, trials = self.evidence(candidate.rule)
-        if candidate.proven:
-            doubtful = wilson_lower(false, trials) > self.settings.max_false_rate
-        else:
-            doubtful = trials < self._needed or wilson_upper(false, trials) > self.settings.max_false_rate
-        if doubtful:
+        if self._too_often(candidate.rule, false, trials) or (not candidate.proven and trials < self._needed):
             return 1.0, WARM_UP
         return self.settings.exempt_prob, COIN
 
@@ -186,10 +187,15 @@ class Audit:
         self._windows.setdefault(rule, deque(maxlen=self.settings.window)).append((score, false))
         self._adjust(rule)
 
+    def _too_often(self, rule: str, false: int, trials: int) -> bool:
+        """Is it wrong more often than is allowed? What is proven counts as right until the outcomes say otherwise."""
+        bound = wilson_lower if rule in PROVEN else wilson_upper
+        return bound(false, trials) > self.settings.max_false_rate
+
     def _adjust(self, rule: str) -> None:
         """Tighten until the bound is met, or too little evidence is left and the rule warms up at the new scale."""
         false, trials = self.evidence(rule)
-        while trials >= self._needed and wilson_upper(false, trials) > self.settings.max_false_rate:
+        while trials >= self._needed and self._too_often(rule, false, trials):
             if self.scale(rule) <= SMALLEST_SCALE:
                 return
             self._scales[rule] = self.scale(rule) * TIGHTEN

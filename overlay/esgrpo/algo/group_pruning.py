@@ -235,9 +235,9 @@ class GroupPruner:
             return None
         if treatment == Treatment.MASKED:
             self._fix_pivot(watched)
-        others, proven = watched.size - watched.pruned - len(watched.removed) - 1, rule == Rule.REPETITION
+        others = watched.size - watched.pruned - len(watched.removed) - 1
         tossed = self.audit.decide(Candidate(group, member, str(rule), watched.size, watched.pruned, others, score,
-                                             proven, trained=treatment != Treatment.MASKED))
+                                             trained=treatment != Treatment.MASKED))
         if tossed.prune and self.verdicts is not None:
             self.verdicts.removed(group, member, cut=True)
         pivot = watched.pivot if treatment == Treatment.MASKED else None

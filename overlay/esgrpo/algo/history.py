@@ -82,7 +82,10 @@ def chance_of_correct(summary: Mapping | None, correct: bool | None, full: bool)
     row = summary or {}
     if came_to_its_end(row.get("outcome"), full):
         return correct
-    return row.get("predicted") if row.get("rule") in CUT_FOR_ITSELF else None
+    predicted = row.get("predicted")
+    if predicted is None and row.get("rule") == Rule.REPETITION:
+        return 0.0  # the engine cut it, without a coin and a prediction: a loop comes out wrong
+    return predicted if row.get("rule") in CUT_FOR_ITSELF else None
 
 
 @dataclass

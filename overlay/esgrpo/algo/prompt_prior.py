@@ -6,10 +6,11 @@ while the epoch runs. A logistic regression on hashed indicators (source, length
 are, words and pairs of words) moves the mean of the prior away from that of all prompts (correctness_prior.py); the
 strength of the prior follows from how far outcomes lie from the predicted means.
 
-It is used only while it has shown that it knows more than the mean of all prompts: each first visit is predicted
-before it is learned from, and the sum of log-likelihood ratios against the prior of all prompts, old visits counting
-less, must be above log(OPENS_AT). Each ratio is one of two distributions over the same outcomes, so where the text
-says nothing the undiscounted ratio ever reaches OPENS_AT with probability below 1 / OPENS_AT (Ville's inequality).
+It is used only while it has shown that it tells prompts apart: each first visit is predicted before it is learned
+from, and sums of log-likelihood ratios, old visits counting less, must be above log(OPENS_AT): against the prior of all
+prompts, and against the same model with indicators that all prompts have. The former follows slowly, so that whatever
+learns how often prompts are answered correctly at all would soon win; the latter follows fast, and errs where there is
+nothing to follow.
 Pure; standard library only.
 """
 
@@ -34,6 +35,7 @@ BUCKETS = 4096  # of hashed features; an index fits into two bytes
 MOST_WORDS = 24  # words and pairs of words of one prompt: those with the smallest hashes, alike in every prompt
 RATE = 0.2  # of AdaGrad, log-odds
 WINDOW = 500.0  # first visits after which an old ratio counts 1/e
+KEPT = 1.0 - 1.0 / WINDOW
 OPENS_AT = 100.0  # likelihood ratio
 BLANK_VISITS = 16.0  # visits that the strength of the prior of all prompts is worth
 PIECES = re.compile(r"[A-Za-z]+|\d+|[^\sA-Za-z\d]")
@@ -65,11 +67,11 @@ def log_likelihood(right: float, judged: int, alpha: float, beta: float) -> floa
 
 
 @dataclass
-class PromptPrior:
-    """Weights in log-odds, their sums of squared gradients, and how well the predictions did so far.
+class Model:
+    """Weights in log-odds, their sums of squared gradients, and what the strength of the prior follows from.
 
     visits, spread, room: decayed sums over first visits of 1, of the unbiased estimate of (p - mean)^2, and of
-    mean (1 - mean). evidence: decayed sum of log-likelihood ratios, nats.
+    mean (1 - mean).
     """
 
     weights: dict[int, float] = field(default_factory=dict)
@@ -77,12 +79,6 @@ class PromptPrior:
     visits: float = 0.0
     spread: float = 0.0
     room: float = 0.0
-    evidence: float = 0.0
-
-    @property
-    def open(self) -> bool:
-        """The text is known to say more than the mean of all prompts."""
-        return self.evidence > math.log(OPENS_AT)
 
     def mean(self, features: Sequence[int], base: float) -> float:
         """Predicted P(correct); `base` is that of all prompts, strictly between 0 and 1."""
@@ -90,7 +86,7 @@ class PromptPrior:
         return 1.0 / (1.0 + math.exp(-(math.log(base / (1.0 - base)) + moved)))
 
     def parameters(self, features: Sequence[int], base: CorrectnessPrior) -> tuple[float, float]:
-        """(alpha, beta) of a prompt with these features, whether the text may be trusted or not."""
+        """(alpha, beta) of a prompt with these features."""
         alpha, beta = base.parameters()
         mean = self.mean(features, alpha / (alpha + beta))
         correlation = 1.0 / (1.0 + alpha + beta)
@@ -99,20 +95,12 @@ class PromptPrior:
         total = 1.0 / min(MOST_CORRELATION, max(LEAST_CORRELATION, correlation)) - 1.0
         return max(LEAST_PARAMETER, mean * total), max(LEAST_PARAMETER, (1.0 - mean) * total)
 
-    def learn(self, features: Sequence[int], right: float, judged: int, base: CorrectnessPrior,
-              doubt: float = 0.0) -> None:
-        """One prompt's first visit (as of `CorrectnessPrior.add`), to be called before `base` learns of it: predict,
-        compare, then learn."""
-        if judged < 2 or not features:
-            return
-        ours, theirs = self.parameters(features, base), base.parameters()
-        kept = 1.0 - 1.0 / WINDOW
-        ratio = log_likelihood(right, judged, *ours) - log_likelihood(right, judged, *theirs)
-        self.evidence = kept * self.evidence + ratio
-        mean, share = self.mean(features, theirs[0] / sum(theirs)), right / judged
-        self.visits = kept * self.visits + 1.0
-        self.spread = max(0.0, kept * self.spread + pairs(right, judged, doubt) - 2.0 * mean * share + mean * mean)
-        self.room = kept * self.room + mean * (1.0 - mean)
+    def learn(self, features: Sequence[int], right: float, judged: int, base: CorrectnessPrior, doubt: float) -> None:
+        alpha, beta = base.parameters()
+        mean, share = self.mean(features, alpha / (alpha + beta)), right / judged
+        self.visits = KEPT * self.visits + 1.0
+        self.spread = max(0.0, KEPT * self.spread + pairs(right, judged, doubt) - 2.0 * mean * share + mean * mean)
+        self.room = KEPT * self.room + mean * (1.0 - mean)
         scale = 1.0 / math.sqrt(len(features))
         for index in features:
             weight = self.weights.get(index, 0.0)
@@ -121,20 +109,75 @@ class PromptPrior:
             self.weights[index] = weight - RATE * slope / math.sqrt(square) if square else weight
 
     def to_state(self) -> dict:
+        """May run in another thread than `learn`."""
         weights = {str(index): [round(weight, DECIMALS), round(self.squares[index], DECIMALS)]
-                   for index, weight in self.weights.items()}
-        return {"weights": weights, "sums": [self.visits, self.spread, self.room, self.evidence]}
+                   for index, weight in list(self.weights.items())}
+        return {"weights": weights, "sums": [self.visits, self.spread, self.room]}
+
+    @classmethod
+    def from_state(cls, state: dict) -> Model:
+        """Raises ValueError for numbers that no visits have."""
+        rows = {int(index): tuple(map(float, row)) for index, row in state["weights"].items()}
+        visits, spread, room = sums = tuple(map(float, state["sums"][:3]))  # older states have the evidence behind them
+        fits = all(0 <= index < BUCKETS and math.isfinite(weight) and square >= 0 and math.isfinite(square)
+                   for index, (weight, square) in rows.items())
+        if not (fits and all(0 <= value <= 2 * WINDOW for value in sums)):
+            raise ValueError(f"prior of prompts' texts: {state['sums']}")
+        return cls({i: row[0] for i, row in rows.items()}, {i: row[1] for i, row in rows.items()}, visits, spread, room)
+
+
+@dataclass
+class PromptPrior:
+    """What prompts' texts say, beside the same model with as many indicators that all prompts have, so that it learns
+    as fast how often any prompt is answered correctly now. ratios: decayed sums of log-likelihood ratios, nats, against
+    the prior of all prompts and against that model."""
+
+    texts: Model = field(default_factory=Model)
+    level: Model = field(default_factory=Model)
+    ratios: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def evidence(self) -> float:
+        """Nats, that the text says more than that prompts are prompts."""
+        return min(self.ratios)
+
+    @property
+    def open(self) -> bool:
+        return self.evidence > math.log(OPENS_AT)
+
+    @property
+    def visits(self) -> float:
+        return self.texts.visits
+
+    def parameters(self, features: Sequence[int], base: CorrectnessPrior) -> tuple[float, float]:
+        """(alpha, beta) of a prompt with these features, whether the text may be trusted or not."""
+        return self.texts.parameters(features, base)
+
+    def learn(self, features: Sequence[int], right: float, judged: int, base: CorrectnessPrior,
+              doubt: float = 0.0) -> None:
+        """One prompt's first visit (as of `CorrectnessPrior.add`), to be called before `base` learns of it: predict,
+        compare, then learn."""
+        if judged < 2 or not features:
+            return
+        alike = range(len(features))
+        ours = log_likelihood(right, judged, *self.texts.parameters(features, base))
+        theirs = base.parameters(), self.level.parameters(alike, base)
+        self.ratios = tuple(KEPT * ratio + ours - log_likelihood(right, judged, *parameters)
+                            for ratio, parameters in zip(self.ratios, theirs, strict=True))
+        self.texts.learn(features, right, judged, base, doubt)
+        self.level.learn(alike, right, judged, base, doubt)
+
+    def to_state(self) -> dict:
+        return {**self.texts.to_state(), "level": self.level.to_state(), "ratios": list(self.ratios)}
 
     @classmethod
     def from_state(cls, state: dict) -> PromptPrior:
-        """Raises ValueError for numbers that no visits have."""
-        rows = {int(index): tuple(map(float, row)) for index, row in state["weights"].items()}
-        visits, spread, room, evidence = map(float, state["sums"])
-        prior = cls({i: row[0] for i, row in rows.items()}, {i: row[1] for i, row in rows.items()}, visits, spread,
-                    room, evidence)
-        sums = prior.visits, prior.spread, prior.room
-        fits = all(0 <= index < BUCKETS and math.isfinite(weight) and square >= 0 and math.isfinite(square)
-                   for index, (weight, square) in rows.items())
-        if not (fits and all(0 <= value <= 2 * WINDOW for value in sums) and math.isfinite(prior.evidence)):
-            raise ValueError(f"prior of prompts' texts: {state['sums']}")
+        """Raises ValueError for numbers that no visits have. Older states compared with the prior of all prompts alone:
+        what they learned stays, and whether it may be trusted is asked anew."""
+        prior = cls(Model.from_state(state))
+        if "level" in state:
+            against_all, against_level = map(float, state["ratios"])
+            prior.level, prior.ratios = Model.from_state(state["level"]), (against_all, against_level)
+        if not all(map(math.isfinite, prior.ratios)):
+            raise ValueError(f"prior of prompts' texts: ratios {prior.ratios}")
         return prior

@@ -18,6 +18,7 @@ from esgrpo.algo.terms import LengthClass
 
 SHORT, BODY, TAIL = map(str, LengthClass)
 CLASSES = (SHORT, BODY, TAIL)
+FEW = 64  # prompts of a queue for which no order is made anew
 PERIOD_S = 5.0  # between two adjustments of the tail share
 MEMORY = 0.3  # weight of the newest period in the running rates
 DEAD_BAND = 0.1  # replicas: the tail share moves once it is off by more
@@ -61,6 +62,9 @@ class PromptQueue:
         self._order.append(arrival)
         if self.by_length:
             heapq.heappush(self._longest, (-tokens, arrival))
+            if len(self._longest) > 2 * len(self._order) + FEW:  # short ones that left by age lie deep in it
+                self._longest = [entry for entry in self._longest if entry[1] in self._items]
+                heapq.heapify(self._longest)
 
     def pop(self):
         """The next item. Raises IndexError when none waits."""

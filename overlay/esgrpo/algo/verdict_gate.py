@@ -118,7 +118,8 @@ class Gate:
         Upper ends of Wilson intervals, 1 of none: who has seen few correct responses does not know what would be lost.
         An outcome that was seen by a coin stands for 1/pi of them.
         """
-        rows = [(weight, candidate) for _, weight, candidate in sorted(self._lost_at(at))]
+        # of equal lengths as they came: candidates side by side would fill a tenth of their own
+        rows = [(weight, candidate) for _, weight, candidate in sorted(self._lost_at(at), key=lambda row: row[0])]
         tenths = [rows[len(rows) * i // DECILES:len(rows) * (i + 1) // DECILES] for i in range(DECILES)]
         return [self._at_most(part) for part in (rows, *tenths)]
 
