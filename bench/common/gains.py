@@ -307,8 +307,8 @@ def _against_better(half: str, records: dict[str, tuple[str, ...]]) -> list[floa
 
 
 def _controlled_on_gpus() -> dict[str, str]:
-    """Ratios within a seed, to a fixed 4 and to the best fixed one: effective tokens/s in the later half, and groups with
-    a gradient a second."""
+    """Ratios within a seed, to a fixed 4 and to the best fixed one: effective tokens/s in the later half, and groups
+    with a gradient a second."""
     later, groups = "effective tokens/s, later half", "groups with gradient/s"
 
     def ratios(measure: str, record: str, *fixed: str) -> str:

@@ -336,7 +336,7 @@ def test_a_window_takes_along_what_its_server_counted(monkeypatch):
         self.global_steps = 3
 
     monkeypatch.setattr(control_methods, "engine_call", engine_call)
-    server = SimpleNamespace()
+    server = SimpleNamespace(rollout_mode=SimpleNamespace(name="STANDALONE"))
     token_outputs.count(server, True)
     for _ in range(2):
         asyncio.run(wrapped(weight_version, original)(server))

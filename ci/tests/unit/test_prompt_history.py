@@ -220,6 +220,12 @@ def test_what_a_response_says_of_its_prompt(outcome, rule, full, chance):
     assert chance_of_correct(None, False, full) is False  # no hook: it counts as whole
 
 
+@pytest.mark.parametrize("rule, chance", [("repetition", 0.0), ("verdict", None), ("enough", None)])
+def test_a_loop_that_the_engine_cut_without_a_coin_came_out_wrong(rule, chance):
+    """Nobody predicted anything there; left out, a prompt of which six of eight loop would look solved."""
+    assert chance_of_correct({"outcome": "prune", "rule": rule, "predicted": None}, False, False) == chance
+
+
 def test_a_prompt_whose_wrong_responses_are_cut_is_not_taken_for_a_solved_one():
     told, whole_ = history(), dict(lengths=[10] * 8, capped=[False] * 8)
     for prompt, correct in (("solved", [True] * 8), ("cut", [True] * 6 + [0.1] * 2), ("seen", [True] * 6 + [False] * 2),

@@ -212,14 +212,17 @@ def test_an_uncertain_prompt_and_a_long_straggler_are_no_candidates():
         assert chosen.checkpoint(group, {4: tokens}) == {}, group
 
 
-def test_a_differing_exempted_candidate_is_a_false_prune():
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_differing_exempted_candidate_is_a_false_prune_and_the_first_of_a_group_is_its_witness(differs):
+    """Siblings share their prompt: what the others come to tells nothing new, whoever ends first."""
     chosen = pruner(resolved={"enable": True})
     chosen.watch("g", GROUP, SURE)
     finish(chosen, "g", range(4))
-    chosen.checkpoint("g", {4: 50, 5: 50})
-    finish(chosen, "g", [4], correct=False)
-    finish(chosen, "g", [5], correct=True)
-    assert chosen.audit._windows[Rule.RESOLVED][0][1] and not chosen.audit._windows[Rule.RESOLVED][1][1]
+    assert len(chosen.checkpoint("g", {4: 50, 5: 50})) == 2
+    finish(chosen, "g", [5], correct=differs)
+    finish(chosen, "g", [4], correct=not differs)
+    (_, false), = chosen.audit._windows[Rule.RESOLVED]
+    assert false is differs
 
 
 def test_many_false_prunes_stop_the_rule():

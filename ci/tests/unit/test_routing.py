@@ -31,6 +31,18 @@ def popped(queue):
     return [queue.pop() for _ in range(len(queue))]
 
 
+def test_what_left_by_age_does_not_pile_up():
+    """A stream of long prompts: the short ones go when they are old, and what is left of them lies deep in the heap."""
+    queue, rng = PromptQueue(ageing=64), random.Random(1)
+    for _ in range(128):
+        queue.push(None, rng.random())
+    for _ in range(20_000):
+        queue.pop()
+        queue.push(None, rng.random())
+    assert len(queue) == 128 and len(queue._longest) < 3 * 128
+
+
+
 def test_longest_first_and_equals_in_order():
     queue = PromptQueue(ageing=100)
     for name, tokens in (("a", 5), ("b", 9), ("c", 5), ("d", 9), ("e", 1)):

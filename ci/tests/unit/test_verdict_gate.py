@@ -196,3 +196,13 @@ def test_where_cut_below_is_not_proven_half_of_it_may_be(lowest, opens_at):
 def test_no_limit_is_beyond_a_half(cut_below):
     limits = Settings(cut_below=cut_below).limits
     assert list(limits) == sorted(limits) and limits[FIRST] == cut_below and limits[-1] <= 0.5
+
+
+@pytest.mark.parametrize("lengths", [1, 2, 4])
+def test_answers_of_a_few_lengths_are_no_tenth_of_candidates(lengths):
+    """One of fifty correct answers is a candidate; sorted beside one another they filled a tenth of their own."""
+    gate = Gate(Settings())
+    for index in range(1500):
+        gate.learn(seen(True, candidate=index % 50 == 0, tokens=8 + index % lengths))
+    _, *tenths = gate.lost_shares()
+    assert max(tenths) < 0.1

@@ -12,6 +12,10 @@ now. What "false" means is the rule's business (see `esgrpo.algo.pruning`): the 
 A rule that forecasts warms up: it prunes once the upper bound of its false-prune rate is low enough. A candidate that
 is `proven` by what it has done already (a loop) needs no forecast: it may be pruned until the lower bound is too high.
 
+The interval is of independent outcomes, and members of a group share their prompt: of those that a forecasting rule
+names in one group, the first in order that is exempted is the group's witness, and the outcomes of the others are no
+evidence. Loops are found one by one, and each is its own witness.
+
 The bound is looked at after every outcome, so its 95 % hold at each look, not for all looks together.
 """
 
@@ -111,7 +115,7 @@ class Audit:
 
     Invariants: pi does not depend on the coin; pi = 1 once `max_fraction` of the group is pruned, when fewer than two
     members would be left, and while a rule has too few outcomes or too high a bound at its scale; nobody is decided
-    twice; an exempted candidate counts at most once.
+    twice; an exempted candidate counts at most once, of a forecasting rule one a group.
     """
 
     def __init__(self, settings: config.Audit, rng: random.Random):
@@ -119,6 +123,7 @@ class Audit:
         self._rng = rng
         self._needed = outcomes_needed(settings)
         self._decided: dict[str, dict[int, tuple[Candidate, Verdict]]] = {}
+        self._witnesses: dict[str, dict[str, int]] = {}  # group -> rule -> member
         self._windows: dict[str, deque[tuple[float, bool]]] = {}  # rule -> (score, false), oldest first
         self._scales: dict[str, float] = {}
 
@@ -166,6 +171,8 @@ class Audit:
         prune = pi < 1 and self._rng.random() >= pi
         verdict = Verdict(prune, pi, candidate.rule, reason)
         self._decided.setdefault(candidate.group, {})[candidate.member] = candidate, verdict
+        if not prune and reason in SAMPLED and not candidate.proven:
+            self._witnesses.setdefault(candidate.group, {}).setdefault(candidate.rule, candidate.member)
         return verdict
 
     def resolve(self, group: str, member: int, false: bool) -> tuple[str, float, bool] | None:
@@ -176,7 +183,8 @@ class Audit:
         candidate, verdict = self._decided[group][member]
         if verdict.prune:
             raise ValueError(f"member {member} of {group} was pruned: nobody knows how it would have ended")
-        if verdict.reason not in SAMPLED:
+        witness = member if candidate.proven else self._witnesses.get(group, {}).get(candidate.rule)
+        if verdict.reason not in SAMPLED or member != witness:
             return None
         outcome = candidate.rule, candidate.score, bool(false)
         self.learn(*outcome)
@@ -212,6 +220,7 @@ class Audit:
     def forget(self, group: str) -> None:
         """The group is over."""
         self._decided.pop(group, None)
+        self._witnesses.pop(group, None)
 
     def to_state(self) -> dict:
         """Evidence and scales, JSON-able. Groups that run are not in it: their exempted members are never resolved."""
