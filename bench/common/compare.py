@@ -162,27 +162,35 @@ def _evaluations(metrics: list[dict], ready: float) -> list[tuple[float, float]]
     return found
 
 
-def visits_of(responses: Sequence[Mapping]) -> Visits:
-    """Of rows of responses; a row that does not know its prompt (older releases) is left out."""
-    scores: dict[str, dict[str, list[float]]] = {}  # prompt -> group -> scores; groups as they began
+def rewards_of(responses: Sequence[Mapping]) -> dict[str, list[float]]:
+    """Prompt -> mean reward of each of its groups; prompts and groups as they began. What was cut counts as what it
+    scored.
+
+    Whole groups alone: of those that the end of the run cut short the quick members are left, which are right more
+    often. A row that does not know its prompt (older releases) is left out.
+    """
+    rows: dict[str, int] = {}
+    scores: dict[str, dict[str, list[float]]] = {}
     for row in sorted(responses, key=lambda row: row["started"]):
+        rows[row["group"]] = rows.get(row["group"], 0) + 1
         if row.get("prompt") is not None and row.get("score") is not None:
             scores.setdefault(row["prompt"], {}).setdefault(row["group"], []).append(row["score"])
-    means = [[statistics.mean(group) for group in groups.values()] for groups in scores.values()]
+    size = max(rows.values(), default=0)
+    found = {prompt: [statistics.mean(of) for group, of in groups.items() if rows[group] == size]
+             for prompt, groups in scores.items()}
+    return {prompt: means for prompt, means in found.items() if means}
+
+
+def visits_of(responses: Sequence[Mapping]) -> Visits:
+    means = list(rewards_of(responses).values())
     learned = [of[-1] - of[0] for of in means if len(of) > 1]
     error = statistics.stdev(learned) / len(learned) ** 0.5 if len(learned) > 1 else None
     return Visits(len(means), len(learned), statistics.mean(learned) if learned else None, error)
 
 
 def first_rewards(responses: Sequence[Mapping]) -> dict[str, float]:
-    """Prompt -> mean reward of the first group of it, prompts as they began. What was cut counts as what it scored."""
-    groups: dict[str, tuple[str, list[float]]] = {}
-    for row in sorted(responses, key=lambda row: row["started"]):
-        if row.get("prompt") is not None and row.get("score") is not None:
-            group, scores = groups.setdefault(row["prompt"], (row["group"], []))
-            if group == row["group"]:
-                scores.append(row["score"])
-    return {prompt: statistics.mean(scores) for prompt, (_, scores) in groups.items()}
+    """Prompt -> mean reward of the first whole group of it, prompts as they began."""
+    return {prompt: means[0] for prompt, means in rewards_of(responses).items()}
 
 
 def on_same_prompts(rewards: Mapping[str, float], base: Mapping[str, float]) -> tuple[float, float] | None:
@@ -251,7 +259,7 @@ def load(run_dir: Path, target: float, devices: int = 2) -> Result:
     settled = runs.settled(rows)
     balance = token_balance(settled)
     half = (ready + end) / 2
-    later = token_balance(runs.settled(runs.with_fates(run_dir, half, end)))
+    later = token_balance(row for row in settled if row["trained"] and row["time"] > half)  # when it was trained
     events = read(str(run_dir), "events")
     windows = [w for w in read(str(run_dir), "windows") if ready < w["start"] + w["seconds"] <= end]
     evaluations = [e for e in _evaluations(metrics, ready) if e[0] <= end - ready]

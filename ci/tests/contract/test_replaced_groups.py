@@ -202,7 +202,7 @@ def test_groups_whose_rewards_are_alike_give_their_place_as_the_mode_says(rollou
     assert decision_counts.counts["replaced/groups"] == left_out
     # overlap control is told: of what is left out because nobody waits for it, it is not
     owned.of(made, owned.RolloutSignals).windows = [
-        {"tokens": 1000, "surprisal": 0.0, "surprisal_tokens": 0, "capacity": 0}]
+        {"version": 3, "tokens": 1000, "surprisal": 0.0, "surprisal_tokens": 0, "capacity": 0}]
     told = [rollouter_settings.report(made) for _ in range(2)]  # of one version, and of one without windows
     assert [one.tokens for one in told] == [1000 - left_out * SIZE * 10 * (mode == "replace"), None]
     # of what `spare` may leave out it is told the share of all that finished

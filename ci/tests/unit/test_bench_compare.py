@@ -53,11 +53,11 @@ def test_what_a_group_with_gradient_costs_and_what_the_later_half_brings(tmp_pat
             for group, part, tokens in (("a", 0.2, 10), ("b", 0.3, 30), ("c", 0.8, 50)) for member in (0, 1)]
     (folder / "responses-node-1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "trained-node-1.jsonl").write_text("".join(
-        json.dumps({**row, "step": 1, "trained": True, "score": 1.0, "gradient": row["group"] != "b"}) + "\n"
-        for row in rows))
+        json.dumps({**row, "time": max(row["time"], begin + 0.6 * seconds), "step": 1, "trained": True, "score": 1.0,
+                    "gradient": row["group"] != "b"}) + "\n" for row in rows))
     result = compare.load(tmp_path / "run", TARGET)
     assert result.gradient_groups == 2 and result.balance["spent"] == 180 and result.balance["trained"] == 120
-    assert result.effective_later == pytest.approx(100 / (seconds / 2))
+    assert result.effective_later == pytest.approx(120 / (seconds / 2))  # a ended in the first half, trained in this
 
 
 def test_a_step_of_verl_with_several_mini_batches_is_several_optimiser_steps():
@@ -79,7 +79,9 @@ def test_what_the_trainer_took_in_the_later_half():
 
 def test_what_a_prompt_brought_at_its_last_visit_and_at_its_first():
     scored = [("p", "late", 5.0, 1.0), ("p", "late", 5.1, 1.0), ("p", "first", 1.0, 0.0), ("p", "first", 1.1, 1.0),
-              ("p", "between", 3.0, 0.0), ("q", "once", 2.0, 1.0), ("r", "1", 1.0, 1.0), ("r", "2", 2.0, 0.75)]
+              ("p", "between", 3.0, 0.0), ("p", "between", 3.1, 0.0), ("q", "once", 2.0, 1.0), ("q", "once", 2.0, 1.0),
+              ("r", "1", 1.0, 1.0), ("r", "1", 1.0, 1.0), ("r", "2", 2.0, 1.0), ("r", "2", 2.0, 0.5),
+              ("r", "cut short by the end", 9.0, 1.0)]
     rows = [{"prompt": prompt, "group": group, "started": at, "score": score} for prompt, group, at, score in scored]
     rows += [{"group": "of an older release", "started": 0.0}, {**rows[0], "group": "not scored", "score": None}]
     assert compare.visits_of(rows) == compare.Visits(
@@ -91,9 +93,10 @@ def test_arms_are_compared_on_the_prompts_that_both_had():
     def group(prompt, name, at, *scores):
         return [{"prompt": prompt, "group": name, "started": at, "score": score} for score in scores]
 
-    rows = group("q", "1", 2.0, 1.0, 0.0) + group("p", "2", 1.0, 0.0) + group("q", "3", 5.0, 1.0) \
-        + [{"group": "of an older release", "started": 0.0}, *group("r", "4", 0.5, None)]
-    assert compare.first_rewards(rows) == {"p": 0.0, "q": 0.5}  # as they began, first groups, scored
+    rows = group("q", "1", 2.0, 1.0, 0.0) + group("p", "2", 1.0, 0.0, 0.0) + group("q", "3", 5.0, 1.0, 1.0) \
+        + [{"group": "of an older release", "started": 0.0}, *group("r", "4", 0.5, None, None)] \
+        + group("s", "5", 6.0, 1.0)  # the end of the run cut it short: its quick member alone is there
+    assert compare.first_rewards(rows) == {"p": 0.0, "q": 0.5}  # as they began, first whole groups, scored
     plain = {"a": 1.0, "only plain": 1.0, "b": 0.5, "c": 0.0, "d": 0.25}
     mean, error = compare.on_same_prompts({"d": 0.75, "only this": 1.0, "c": 0.25, "b": 0.0, "a": 0.0}, plain)
     assert mean == pytest.approx((0.25 + 0.5) / 2) and error == pytest.approx(0.125)  # c and d, plain's later ones
