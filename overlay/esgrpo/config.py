@@ -409,11 +409,12 @@ def facts() -> dict:
 
     devices, replicas, optimizer_steps_per_version, prompts_per_version, batches_per_version (of the trainer's metrics),
     response_length (tokens), trainer (as algo/decisions.py names them), overlap_fixed (settings that are not moved),
-    weighs_cut_rows (because of how the loss is aggregated).
+    weighs_cut_rows (because of how the loss is aggregated), alike_is_null (rewards of a group that are all alike leave
+    no gradient).
     """
     defaults = {"devices": 1, "replicas": 1, "optimizer_steps_per_version": 1, "prompts_per_version": 1,
                 "batches_per_version": 1, "response_length": 0, "trainer": "", "overlap_fixed": (),
-                "weighs_cut_rows": False}
+                "weighs_cut_rows": False, "alike_is_null": False}
     return {**defaults, **json.loads(os.environ.get(ENV_FACTS) or "{}")}
 
 

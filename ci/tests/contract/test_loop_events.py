@@ -56,7 +56,8 @@ def test_a_step_of_the_trainer_is_accounted_for(run_dir):
     owned.of(made, owned.Steps).ended -= 30.0  # of the next one, of which 10 s are in verl's timer
     made._fit_postprocess_step()
     first, then = records.read(run_dir, "events")
-    assert first["spent"] == pytest.approx({"wait": 4.0, "sync": 1.5, "train": 4.0, "validation": 0.0, "other": 0.5})
+    assert first["spent"] == pytest.approx({"wait": 4.0, "sync": 1.5, "train": 4.0, "checkpoint": 0.0,
+                                            "validation": 0.0, "other": 0.5})
     assert then["spent"]["validation"] == pytest.approx(20.0, abs=1.0)
     assert (first["side"], first["version"], first["groups"], first["tokens"]) == ("train", 3, 4, 8)
     assert first["age"] == pytest.approx((1 * 2 + 0 * 4 + 2 * 2) / 8)  # trained under version 2
@@ -79,7 +80,8 @@ def test_a_trainer_whose_gpus_are_lent_waits(run_dir):
     made.timing_raw |= {loop_events.LENT_WAIT: 2.5, "step": 12.5}
     made._fit_postprocess_step()
     event, = records.read(run_dir, "events")
-    assert event["spent"] == pytest.approx({"wait": 6.5, "sync": 1.5, "train": 4.0, "validation": 0.0, "other": 0.5})
+    assert event["spent"] == pytest.approx({"wait": 6.5, "sync": 1.5, "train": 4.0, "checkpoint": 0.0,
+                                            "validation": 0.0, "other": 0.5})
 
 
 def rollouter(code):
@@ -136,7 +138,8 @@ def test_a_step_of_a_v1_trainer_is_accounted_for(run_dir, batches, queued_s):
     owned.of(made, owned.Steps).ended -= 30.0  # of the next one, which begins where this one ended
     loop_events.of_v1(made, [], timing, {})
     first, then = records.read(run_dir, "events")
-    assert first["spent"] == pytest.approx({"wait": 4.0, "sync": 1.0, "train": 3.5, "validation": 2.0, "other": 1.5})
+    assert first["spent"] == pytest.approx({"wait": 4.0, "sync": 1.0, "train": 3.5, "checkpoint": 0.0,
+                                            "validation": 2.0, "other": 1.5})
     assert (first["seconds"], first["queued_s"]) == (
         pytest.approx(12.0, abs=0.5), queued_s and pytest.approx(queued_s, abs=0.5))
     assert (first["side"], first["version"], first["groups"], first["tokens"]) == ("train", 3, 1, 8)
@@ -146,6 +149,25 @@ def test_a_step_of_a_v1_trainer_is_accounted_for(run_dir, batches, queued_s):
     assert then["start"] == pytest.approx(first["start"] + first["seconds"] - 30.0)
     for event in (first, then):
         assert sum(event["spent"].values()) == pytest.approx(event["seconds"])
+
+
+def test_batches_of_a_version_are_told_as_one_and_a_checkpoint_is_no_validation(run_dir):
+    """verl logs the mean of what its batches bring: of 0.9 of one second and none of nine that would be 0.45."""
+    made = trainer(stop_after_step)
+    loop_events.take_metrics()
+    made.local_trigger_step, made.timing_raw = 2, {"step": 1.0, "update_actor": 0.1}
+    made.metrics = {"fully_async/total_wait_time": 0.9}
+    made._fit_postprocess_step()
+    assert loop_events.take_metrics() == {}
+    made.local_trigger_step, made.timing_raw = 1, {"step": 9.0, "update_actor": 9.0, "save_checkpoint": 5.0}
+    made.metrics = {"fully_async/total_wait_time": 0.0}
+    owned.of(made, owned.Steps).ended -= 14.0
+    made._fit_postprocess_step()
+    last = records.read(run_dir, "events")[-1]["spent"]
+    assert (last["checkpoint"], last["validation"]) == (pytest.approx(5.0), pytest.approx(0.0, abs=0.2))
+    told = loop_events.take_metrics()
+    assert told["esgrpo/overlap/trainer/wait"] == pytest.approx(0.9 / 15, rel=0.05)
+    assert told["esgrpo/overlap/trainer/checkpoint"] == pytest.approx(5 / 15, rel=0.05)
 
 
 def test_metrics_of_an_event_are_shares_of_its_time_and_of_its_bounds():

@@ -256,6 +256,21 @@ def test_another_prompt_comes_only_from_a_feed_that_will_look_again(rollouter_cl
     assert another_instead(made) == goes_on and made.total_rollout_steps == LIMIT + goes_on
 
 
+@pytest.mark.parametrize("limit, replaced, said", [(PROMPTS, 0, True), (PROMPTS - 1, 0, False), (PROMPTS, 3, False)])
+def test_that_no_other_prompt_is_left_is_said(rollouter_class, null_groups, monkeypatch, capsys, limit, replaced, said):
+    """At the end of the data there is none either, which is no setting's fault."""
+    from esgrpo import guard
+    from esgrpo.hooks.verl.groups.replaced_groups import another_instead
+    from esgrpo.hooks.verl.metrics import decision_counts
+
+    monkeypatch.setattr(guard, "_said", set())
+    decision_counts.add("replaced", groups=replaced)
+    made = rollouter(rollouter_class, [PLAIN], limit=limit)
+    made.feed_task = SimpleNamespace(done=lambda: False)
+    assert another_instead(made) is (limit < PROMPTS)
+    assert ("total_rollout_steps asks for all of the" in capsys.readouterr().err) is said
+
+
 def test_the_signal_that_ends_the_data_is_put_by_itself(rollouter_class):
     from esgrpo.hooks.verl.groups.replaced_groups import Filter
 

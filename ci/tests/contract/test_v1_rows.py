@@ -154,7 +154,8 @@ def test_a_step_is_accounted_for(queue, monkeypatch, tmp_path):
     _, metrics = trained(queue, monkeypatch, tmp_path, hooked=True)
     event, = read(str(tmp_path), "events")
     assert (event["side"], event["version"], event["groups"], event["tokens"]) == ("train", 3, 3, 11)
-    assert event["spent"] == pytest.approx({"wait": 4.0, "sync": 1.0, "train": 2.0, "validation": 0.0, "other": 1.0})
+    assert event["spent"] == pytest.approx({"wait": 4.0, "sync": 1.0, "train": 2.0, "checkpoint": 0.0,
+                                            "validation": 0.0, "other": 1.0})
     assert sum(event["spent"].values()) == pytest.approx(event["seconds"]) and event["age"] == 2.0
     assert metrics["esgrpo/overlap/trainer/wait"] == pytest.approx(0.5) and metrics["esgrpo/overlap/age"] == 2.0
     assert event["no_devices"] or event["devices"]

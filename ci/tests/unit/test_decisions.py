@@ -41,7 +41,7 @@ REPORT = {"false_rate": 0.0, "false_rate_bound": 0.02, "outcomes": 100, "needed"
 
 @pytest.fixture(autouse=True)
 def nothing_counted(monkeypatch):
-    for name, empty in (("counts", Counter()), ("_written", {}), ("_tracked", decisions.Gathered()), ("_batches", 0)):
+    for name, empty in (("counts", Counter()), ("_written", {}), ("_tracked", decisions.Gathered())):
         monkeypatch.setattr(decision_counts, name, empty)
 
 
@@ -270,12 +270,14 @@ def test_a_run_of_an_older_release_has_nothing_recorded(tmp_path, capsys, segmen
 
 def test_the_trainer_hears_of_workers_by_their_rows_and_once_a_version(tmp_path, monkeypatch):
     _, rows = worker_run(tmp_path, monkeypatch)
-    monkeypatch.setenv(config.ENV_FACTS, json.dumps({"batches_per_version": 2}))
-    assert decision_counts.of_trainer(rows[:1]) == {}  # the first of two batches
-    assert decision_counts.of_trainer(rows) == {"esgrpo/decisions/segments": 1.0, "esgrpo/decisions/loops": 1.0}
-    assert decision_counts.of_trainer(rows) == {}
-    assert decision_counts.of_trainer(rows) == {"esgrpo/decisions/segments": 0.0, "esgrpo/decisions/loops": 0.0}
-    assert decision_counts.of_trainer([{"tokens": 1}]) == {}  # not made by this overlay's workers
+    before = [{**row, "restart": row["restart"] - 1, "decisions": {"segments/yielded": 5000}} for row in rows]
+    assert decision_counts.of_trainer(rows[:1], False) == {}  # the first of two batches
+    # a group that a restart brought back whole was counted in the start that made it
+    assert decision_counts.of_trainer(rows + before, True) == {"esgrpo/decisions/segments": 1.0,
+                                                               "esgrpo/decisions/loops": 1.0}
+    assert decision_counts.of_trainer(rows, False) == {}
+    assert decision_counts.of_trainer(rows, True) == {"esgrpo/decisions/segments": 0.0, "esgrpo/decisions/loops": 0.0}
+    assert decision_counts.of_trainer([{"tokens": 1}], False) == {}  # not made by this overlay's workers
 
 
 def test_one_process_under_v1_reports_for_all(monkeypatch):

@@ -40,7 +40,7 @@ def emitted() -> set[str]:
     row = {"outcome": "finish", "spans": [], "started": 0, "ended": 1, "pruned": False, "trained": True,
            "gradient": True, "tokens": 1,
            "reprefill": 0, "attempts": 1, "boundaries": 0}
-    of_batches = set(accounting.batch_metrics([row], 1, 1)) | {
+    of_batches = set(accounting.batch_metrics([row])) | {
         key for key in keys_of(trained_rows, "metrics") if "/" in key}  # these are put together from the prefix alone
     return found - {"esgrpo/{}"} | {f"esgrpo/{name}" for name in of_batches}
 

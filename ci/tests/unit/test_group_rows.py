@@ -101,12 +101,45 @@ def test_metrics_of_a_small_batch():
     assert values["esgrpo/tail_ratio"] == pytest.approx(np.quantile([10, 2, 2, 2], 0.99) / 2)
 
 
+def test_rounding_is_no_gradient(monkeypatch):
+    """verl's GRPO of eight rewards of 0.9 is -0.06 in every row: their deviation is what rounding leaves."""
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    scores = torch.full((8, 1), 0.9)
+    advantages, _ = compute_grpo_outcome_advantage(scores, torch.ones(8, 1), np.array(["g"] * 8))
+    assert abs(float(advantages[0])) > 0.01
+    batch = train_batch(scores.tolist(), advantages.tolist(), [[1]] * 8)
+    assert all(row["gradient"] for row in rows_of(batch))  # negative control: an estimator of which nobody knows
+    monkeypatch.setenv(config.ENV_FACTS, '{"devices": 4, "alike_is_null": true}')
+    assert not any(row["gradient"] for row in rows_of(batch))
+    batch.batch["token_level_scores"][3] = 0.1
+    assert all(row["gradient"] for row in rows_of(batch))
+
+
+def test_throughput_of_a_version_is_that_of_all_its_batches(monkeypatch):
+    """verl logs the mean of what batches bring: of 10, 10 and 130 s with 80 tokens each that were 5.5 a second."""
+    from esgrpo.hooks.verl.metrics import trained_rows
+
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(trained_rows, "time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(trained_rows, "_started", 1000.0)
+    monkeypatch.setattr(trained_rows, "_useful", 0)
+    rows = rows_of(train_batch([[1.0]], [[1.0]], [[1]], [summary(tokens=80)]))
+    name = "esgrpo/effective_token_throughput"
+    for seconds, last in ((10, False), (10, False), (130, True)):
+        clock.now += seconds
+        found = metrics(rows, last)
+        assert (name in found) is last
+    assert found[name] == 3 * 80 / (150 * 4)
+
+
 def test_throughput_is_per_device_second(monkeypatch):
     from esgrpo.hooks.verl.metrics import trained_rows
 
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(trained_rows, "time", SimpleNamespace(time=lambda: clock.now))
     monkeypatch.setattr(trained_rows, "_started", 990.0)
+    monkeypatch.setattr(trained_rows, "_useful", 0)
     rows = rows_of(train_batch([[1.0]], [[1.0]], [[1]], [summary(tokens=80)]))
     assert metrics(rows)["esgrpo/effective_token_throughput"] == 80 / (10 * 4)
     assert metrics(rows)["esgrpo/effective_token_throughput"] == 0.0  # no time since the batch before

@@ -6,8 +6,9 @@ import itertools
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from esgrpo.algo.rows import LoopEvent
 from esgrpo.algo.terms import Outcome, Treatment
 
 ABORTED_KEPT = 4096  # more than run at once; most come back within seconds
@@ -273,10 +274,24 @@ def in_flight(history: Sequence[tuple[float, int, int]], until: float) -> tuple[
 
 
 def mean_age(rows: Iterable[Mapping], version: int) -> float | None:
-    """Weight versions between the making of a token and its training under `version`, mean of the trained tokens."""
-    spans = [span for row in rows if not row["pruned"] for span in row["spans"]]
+    """Weight versions between the making of a token and its training under `version`, mean of the trained tokens whose
+    version is known."""
+    spans = [span for row in rows if not row["pruned"] for span in row["spans"] if span[0] >= 0]
     tokens = sum(count for _, count in spans)
     return sum((version - made) * count for made, count in spans) / tokens if tokens else None
+
+
+def of_version(events: Sequence[LoopEvent]) -> LoopEvent:
+    """The batches of one weight version, one at least, as one event: `spent` and `seconds` of all."""
+    def mean(name: str, weight: str) -> float | None:
+        known = [(getattr(e, name), getattr(e, weight) or 0) for e in events if getattr(e, name) is not None]
+        total = sum(share for _, share in known)
+        return sum(value * share for value, share in known) / total if total else None
+
+    parts = dict.fromkeys(part for event in events for part in event.spent)
+    return replace(events[-1], start=events[0].start, seconds=sum(event.seconds for event in events),
+                   spent={part: sum(event.spent.get(part, 0.0) for event in events) for part in parts},
+                   age=mean("age", "tokens"), queued_s=mean("queued_s", "groups"))
 
 
 def mean_wait(rows: Iterable[Mapping], until: float) -> float | None:
@@ -285,11 +300,8 @@ def mean_wait(rows: Iterable[Mapping], until: float) -> float | None:
     return sum(waits) / len(waits) if waits else None
 
 
-def batch_metrics(rows: Sequence[dict], seconds: float, devices: int) -> dict[str, float]:
-    """What became of the rows of one training batch, `seconds` after the one before; at least one row.
-
-    Throughput is in trained tokens that carry gradient, per second and device; the other waste in tokens.
-    """
+def batch_metrics(rows: Sequence[dict]) -> dict[str, float]:
+    """What became of the rows of one training batch, at least one row. Waste is in tokens."""
     balance = token_balance(rows)
     spans = [len(row["spans"]) for row in rows]
     times = [row["ended"] - row["started"] for row in rows]
@@ -301,7 +313,6 @@ def batch_metrics(rows: Sequence[dict], seconds: float, devices: int) -> dict[st
         "waste/pruned": balance["pruned"],
         "waste/zero_variance": balance["zero_variance"],
         "waste/reprefill": balance["reprefill"],
-        "effective_token_throughput": balance["trained"] / (seconds * devices) if seconds > 0 else 0.0,
         "tail_ratio": tail_ratio(times),
         "version_span/mean": sum(spans) / len(spans),
         "version_span/max": max(spans),

@@ -307,7 +307,7 @@ class LoopEvent(Row):
     version: int  # of the weights when it ended
     start: float
     seconds: float
-    spent: dict  # what the time went to -> seconds: busy, idle; wait, train, sync, validation, other
+    spent: dict  # what the time went to -> seconds: busy, idle; wait, train, sync, checkpoint, validation, other
     groups: int | None = None  # finished, or trained
     in_flight: float | None = None  # groups, mean
     limit: int | None = None  # of groups in flight

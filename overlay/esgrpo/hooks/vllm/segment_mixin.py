@@ -211,7 +211,8 @@ class SegmentMixin:
                    "surprisal": item.surprisal}
         if outcome == Outcome.ABORT:
             self.segment_occupancy.aborted((item.group, item.member))
-            self.segment_aborted[item.group, item.member] = payload
+            if item.spans:  # of an attempt without a token nobody asks, and another one's would be taken for it
+                self.segment_aborted[item.group, item.member] = payload
             while len(self.segment_aborted) > ABORTED_KEPT:
                 self.segment_aborted.popitem(last=False)
         return payload

@@ -21,7 +21,7 @@ GAP = 2
 MOVES = 5
 BLOCKS = "▁▂▃▄▅▆▇█"
 PARTS = {"busy": ("█", "green"), "train": ("█", "green"), "wait": ("░", "red"), "idle": ("░", "red"),
-         "sync": ("▒", "yellow"), "validation": ("▞", "magenta"),
+         "sync": ("▒", "yellow"), "validation": ("▞", "magenta"), "checkpoint": ("▤", "cyan"),
          "other": ("▓", "bright_black")}  # told apart without colours, too
 UNNAMED_PART = ("▚", "blue")
 FULL, FREE, FILL_WIDTH = "█", "·", 20

@@ -128,8 +128,15 @@ def another_instead(rollouter) -> bool:
 
     It looks after every prompt that it has handed on; below the limit it cannot have seen the end.
     """
+    from esgrpo import guard
+    from esgrpo.hooks.verl.metrics import decision_counts
+
     feed = rollouter.feed_task
     prompts = len(rollouter.train_dataloader) * rollouter.config.trainer.total_epochs
+    if rollouter.total_rollout_steps >= prompts and not decision_counts.counts["replaced/groups"]:
+        guard.say_once("esgrpo: null_groups: no group is left out: rollout.total_rollout_steps asks for all of the "
+                       f"{prompts} prompts that the data has over trainer.total_epochs, so that no other one could "
+                       "take its place; set it lower, or raise trainer.total_epochs")
     goes_on = feed is not None and not feed.done() and rollouter.global_steps < rollouter.total_rollout_steps < prompts
     rollouter.total_rollout_steps += goes_on
     return goes_on

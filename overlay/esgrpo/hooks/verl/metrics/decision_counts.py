@@ -17,7 +17,6 @@ ROLLOUTER = "rollouter"
 counts: Counter = Counter()  # of a rollouter, a fully-async trainer, or v1's task runner
 _written: dict[str, tuple] = {}  # process -> what its last row said
 _tracked = decisions.Gathered()  # for Tracking: this process, and the workers whose rows came
-_batches = 0  # of the trainer
 
 
 def add(module: str, **what: int) -> None:
@@ -41,8 +40,10 @@ def write(process: str, now: Mapping[str, int], audit: Mapping | None = None) ->
 
 
 def _take_in(rows: Iterable[Mapping]) -> None:
+    """A group that a restart brought back whole was counted in the start that made it."""
+    restart = records.identity()["restart"]
     for row in rows:
-        if "decisions" in row:
+        if "decisions" in row and row.get("restart") == restart:
             _tracked.add((row.get("restart"), row.get("node"), row.get("pid")), row["decisions"])
 
 
@@ -78,12 +79,8 @@ def of_v1(trainer, rows: Iterable[Mapping]) -> dict[str, float]:
     return _metrics(decisions.NAMES)
 
 
-def of_trainer(rows: Iterable[Mapping]) -> dict[str, float]:
-    """Of the workers, with the last batch of a weight version: verl logs the mean over the batches that have one."""
-    global _batches
+def of_trainer(rows: Iterable[Mapping], last: bool) -> dict[str, float]:
+    """Of the workers, with the `last` batch of a weight version: verl logs the mean over the batches that have one."""
     _take_in(rows)
     _tracked.add("trainer", counts)
-    _batches += 1
-    if _batches % config.facts()["batches_per_version"]:
-        return {}
-    return _metrics(decisions.OF_TRAINER)
+    return _metrics(decisions.OF_TRAINER) if last else {}

@@ -24,6 +24,7 @@ V1_WAITS = ("gen", "switch_wait")  # the latter while the trainer's replicas are
 LENT_WAIT = "wait_for_enough_samples"  # fully async: verl's timer of the same
 _trained: list[Mapping] = []  # rows of the batch in hand
 _untold: dict[str, float] = {}  # metrics that came after verl had logged their step
+_of_version: list[LoopEvent] = []  # of the trainer, since the last weight version
 
 
 def note(rows: Iterable[Mapping]) -> None:
@@ -61,7 +62,7 @@ def of_v1(trainer, rows: list[Mapping], timing: Mapping[str, float], metrics: Ma
     """At the end of a step of a v1 trainer; `rows` were trained in it, `timing` and `metrics` are verl's of it.
 
     The step trains under the weights of the version before its own. What waits for groups is `gen`, under
-    `trainer_mode=sync` all of generation; checkpoints are "other".
+    `trainer_mode=sync` all of generation.
     """
     from esgrpo.hooks.verl import owned
 
@@ -71,7 +72,7 @@ def of_v1(trainer, rows: list[Mapping], timing: Mapping[str, float], metrics: Ma
     spent = accounting.spent_on(now - start, {
         "wait": sum(timing.get(key, 0.0) for key in V1_WAITS), "sync": sum(timing.get(key, 0.0) for key in V1_SYNCS),
         "train": sum(timing.get(key, 0.0) for key in V1_TRAINS),
-        "validation": timing.get("testing")}, "other")
+        "checkpoint": timing.get("save_checkpoint"), "validation": timing.get("testing")}, "other")
     once = getattr(trainer, "parameter_sync_step", 1) == 1  # else nobody knows when each batch was taken
     event = LoopEvent(
         side="train", version=trainer.global_steps, start=start, seconds=now - start, spent=spent,
@@ -116,8 +117,8 @@ def write_rollout(rollouter, event: LoopEvent | None, windows: list[Mapping]) ->
 
 
 def of_trainer(trainer) -> None:
-    """At the end of a step, when its metrics are whole. After verl's timer of it come validation, checkpoints
-    and metrics, none of which it times."""
+    """At the end of a step, when its metrics are whole. After verl's timer of it come the checkpoint, which has one of
+    its own, and validation and metrics, which have none."""
     from esgrpo.hooks.verl import owned
 
     steps, now = owned.of(trainer, owned.Steps), time.time()
@@ -129,7 +130,8 @@ def of_trainer(trainer) -> None:
         "wait": metrics.get("fully_async/total_wait_time", 0.0) + timing.get(LENT_WAIT, 0.0),
         "sync": timing.get("timing_s/param_sync"),
         "train": sum(timing.get(key, 0.0) for key in getattr(trainer, "_TRAIN_COMPUTE_TIMING_KEYS", ())),
-        "validation": now - start - timing.get("step", now - start)}, "other")
+        "checkpoint": timing.get("save_checkpoint", 0.0),
+        "validation": now - start - timing.get("step", now - start) - timing.get("save_checkpoint", 0.0)}, "other")
     event = LoopEvent(
         side="train", version=trainer.current_param_version, start=start, seconds=now - start, spent=spent,
         groups=trainer.required_samples, tokens=sum(row["tokens"] for row in _trained if not row["pruned"]),
@@ -139,7 +141,10 @@ def of_trainer(trainer) -> None:
     records.write(event)
     if "overlap" in engine.active_features():  # whose controller takes them
         steps.of_version.append(event)
-    _untold.update(metrics_of(event))
+    _of_version.append(event)
+    if synced:  # else verl would log the mean of the shares of batches, of which one may have taken most of the time
+        _untold.update(metrics_of(accounting.of_version(_of_version)))
+        _of_version.clear()
     _trained.clear()
 
 

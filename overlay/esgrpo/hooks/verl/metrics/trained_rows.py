@@ -22,19 +22,25 @@ HOOK = Hook(
 
 update: dict = {}  # of the batch in hand, for its rows; empty where the trainer does not say
 _dropped: dict[tuple, int] = {}  # records lost by the workers that made the responses, by node and pid
-_started = time.time()  # of the interval that the next batch's throughput is measured over
+_started = time.time()  # of the interval that the next throughput is measured over
+_useful = 0  # trained tokens with a gradient since then
+_batches = 0  # of this process
 
 
 def around(call):
+    from esgrpo import config
     from esgrpo.hooks.verl.metrics import decision_counts, loop_events
 
+    global _batches
     result = call()
     batch = call.arguments["batch"]
     if "esgrpo" in batch.non_tensor_batch:
         rows = rows_of(batch)
         write(rows)
         loop_events.note(rows)
-        result.update({**metrics(rows), **decision_counts.of_trainer(rows), **loop_events.take_metrics()})
+        _batches += 1
+        last = _batches % config.facts()["batches_per_version"] == 0
+        result.update({**metrics(rows, last), **decision_counts.of_trainer(rows, last), **loop_events.take_metrics()})
     return result
 
 
@@ -71,27 +77,49 @@ def rows_of(batch) -> list[dict]:
     correct = correct_rows(batch.batch["token_level_scores"].sum(dim=-1), config.current().success_threshold,
                            batch.non_tensor_batch.get("acc")).tolist()
     rows, summaries = [], batch.non_tensor_batch["esgrpo"]
+    nulls = _null_groups(summaries, scores, mask.any(dim=-1).tolist())
     factors = weighted_rows.written(summaries)
     for index, summary in enumerate(summaries):
         rows.append({**summary, "score": scores[index], "correct": correct[index], "trained": True,
-                     "pruned": not bool(mask[index].any()), "gradient": gradient[index],
+                     "pruned": not bool(mask[index].any()),
+                     "gradient": gradient[index] and summary["group"] not in nulls,
                      "cut_weight": factors[index]})
     return rows
 
 
-def metrics(rows: list[dict]) -> dict[str, float]:
-    from esgrpo import config, engine, records
-    from esgrpo.algo.accounting import batch_metrics
+def _null_groups(summaries, scores: list[float], kept: list[bool]) -> set[str]:
+    """Groups whose rewards are all alike, where that leaves no gradient: verl's advantages of them are what rounding
+    leaves over its rounding, -0.06 of eight rewards of 0.9."""
+    from esgrpo import config
+    from esgrpo.algo.treatment import is_null
 
-    global _started
-    now = time.time()
-    seconds, _started = now - _started, now
+    if not config.facts()["alike_is_null"]:
+        return set()
+    groups: dict[str, list[int]] = {}
+    for index, summary in enumerate(summaries):
+        groups.setdefault(summary["group"], []).append(index)
+    return {group for group, members in groups.items()
+            if is_null([{**summaries[i], "score": scores[i]} for i in members], [kept[i] for i in members])}
+
+
+def metrics(rows: list[dict], last: bool = True) -> dict[str, float]:
+    """`last`: batch of a weight version. It brings the throughput of all of them: verl logs the mean of what its
+    batches bring, and the rates of those that were ready and of the one that was waited for have another mean."""
+    from esgrpo import config, engine, records
+    from esgrpo.algo.accounting import batch_metrics, token_balance
+
+    global _started, _useful
     facts = config.facts()
+    _useful += token_balance(rows)["trained"]
     for row in rows:
         worker = row.get("node"), row.get("pid")
         _dropped[worker] = max(_dropped.get(worker, 0), row.get("records_dropped", 0))
     found = {"records/dropped": records.dropped() + sum(_dropped.values()),
-             **batch_metrics(rows, seconds, facts["devices"])}
+             **batch_metrics(rows)}
+    if last:
+        now = time.time()
+        seconds, useful, _started, _useful = now - _started, _useful, now, 0
+        found["effective_token_throughput"] = useful / seconds / facts["devices"] if seconds > 0 else 0.0
     if "pois" in engine.active_features():
         found["pois/optimizer_steps_per_version"] = facts["optimizer_steps_per_version"]
     return {f"esgrpo/{name}": value for name, value in found.items()}

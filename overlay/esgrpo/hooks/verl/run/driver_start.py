@@ -115,6 +115,7 @@ def _unwritable_history(segment) -> list[str]:
 
 def _facts(config, segment) -> dict:
     """Accelerators (trainer plus standalone rollout), rollout replicas, optimiser steps and prompts of a version."""
+    from esgrpo.algo.null_groups import alike_is_null
     from esgrpo.hooks.verl.run.config_rules import optimizer_steps_per_version, prompts_per_version
     from esgrpo.hooks.verl.run.overlap_rules import overlap_fixed
     from esgrpo.hooks.verl.run.pruning_rules import weighs_cut_rows
@@ -131,7 +132,9 @@ def _facts(config, segment) -> dict:
             "prompts_per_version": prompts_per_version(config), **_trainer(config),
             "response_length": config.data.max_response_length,
             "overlap_fixed": sorted(overlap_fixed(config, segment)),
-            "weighs_cut_rows": weighs_cut_rows(config, segment)}
+            "weighs_cut_rows": weighs_cut_rows(config, segment),
+            "alike_is_null": alike_is_null(str(config.algorithm.adv_estimator),
+                                           bool(config.algorithm.get("use_kl_in_reward")))}
 
 
 def _trainer(config) -> dict:

@@ -52,7 +52,8 @@ def reason_to_abort(server, reject_request: bool) -> str | None:
 
     from esgrpo import config, engine
 
-    lost = engine.out_of_action("engine-core-utilities", "segment-scheduler", "segment-scheduler-by-class")
+    lost = engine.out_of_action("engine-core-utilities", "segment-scheduler", "segment-scheduler-by-class",
+                                "server-weight-version")
     parameters = inspect.signature(server.engine.pause_generation).parameters
     vllm = getattr(server.engine, "vllm_config", None)
     if lost:
