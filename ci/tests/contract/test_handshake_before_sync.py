@@ -131,7 +131,7 @@ def test_an_engine_without_the_scheduler_hook_answers_all_calls_and_says_so_once
         assert engine_core.esgrpo_set_version(core, 3) is None
         assert engine_core.esgrpo_finish(core, "g", None, "rule") == 0
         assert engine_core.esgrpo_progress(core, "g") == {}
-        assert engine_core.esgrpo_take_aborted(core, "g", 0) is None
+        assert engine_core.esgrpo_take_book(core, "g", 0, 1) is None
         assert engine_core.esgrpo_take_looks(core, ["g"]) == {}
         assert engine_core.esgrpo_set_segment_length(core, "g", 64) == 0
     assert capsys.readouterr().err.count("segment-scheduler is not in place") == 1

@@ -223,7 +223,7 @@ async def surplus(client: Client) -> dict:
     async def act():
         await client.until("3", 5)
         found = await esgrpo_hand_back(SimpleNamespace(node_rank=0, engine=client.engine), 3)
-        return {"found": found, "books": {m: await client.call("esgrpo_take_aborted", "g", m) for m in (4, 5)}}
+        return {"found": found, "books": {m: await client.call("esgrpo_take_book", "g", m, 0) for m in (4, 5)}}
 
     return await client.together(greedy(6, 200), act)
 

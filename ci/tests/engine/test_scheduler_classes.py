@@ -72,3 +72,55 @@ def test_several_requests_of_one_member_are_told_their_segment_length(new):
     assert player.scheduler.segment_set_length("a", 16, True) == 2
     player.run()
     assert player.counts() == {"r0": 50, "r1": 50} and player.ends["r0"][2]["boundaries"] == 3
+
+
+KEEPS = {"enable": True, "sync": {"requests": "keep"}}
+
+
+def make_until(player, key, tokens):
+    while len(player.tokens[key]) < tokens:
+        player.step()
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_a_stop_string_is_an_end_of_which_the_book_is_kept(new, ends_first):
+    """The front end finds it in a token of which the engine's next one may be the last: it has ended the request by
+    itself then, and vLLM drops what it says of it."""
+    from vllm.v1.request import RequestStatus
+
+    player = new(KEEPS)
+    player.scheduler.segment_set_version(3)
+    player.add("r", group="g", member=0, attempt=7, stop=("END",), eos_at=60 if ends_first else None, max_tokens=100)
+    make_until(player, "r", 30)
+    player.drain()
+    player.scheduler.segment_set_version(4)
+    make_until(player, "r", 60)
+    if ends_first:
+        player.step()
+    player.scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
+    player.run()
+    assert player.scheduler.segment_take_book("g", 0, 6) is None  # another attempt's
+    (first, early), (second, late) = player.scheduler.segment_take_book("g", 0, 7)["spans"]
+    assert (first, second) == (3, 4) and early >= 30 and early + late >= 60
+    window = player.scheduler.segment_set_version(5)
+    assert window["outcomes"] == {"finish": 1} and window["away"] == 0.0  # nobody was aborted, nobody is away
+
+
+def test_what_a_pause_aborts_is_aborted_and_each_request_of_a_member_has_its_book(new):
+    from vllm.v1.request import RequestStatus
+
+    player = new(KEEPS)
+    player.scheduler.segment_set_version(3)
+    player.add("first", group="g", member=0, attempt=1, stop=("END",), max_tokens=400)
+    make_until(player, "first", 50)
+    player.drain()
+    player.scheduler.segment_set_version(4)
+    player.add("second", group="g", member=0, attempt=2, max_tokens=400)
+    make_until(player, "second", 20)
+    for waiting in range(3):
+        player.add(f"waits {waiting}", group="h", member=waiting, attempt=3, max_tokens=400)
+    player.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    books = [player.scheduler.segment_take_book("g", 0, attempt) for attempt in (1, 2)]
+    assert [[version for version, _ in book["spans"]] for book in books] == [[3, 4], [4]]
+    assert not player.scheduler.segment_books  # of those without a token nobody would ask
+    assert player.scheduler.segment_set_version(5)["outcomes"] == {"abort": 5}

@@ -186,7 +186,7 @@ class ScriptedServer:
         self.world, self.name = world, name
         self.book, self.requests, self.aborted = SegmentBook(config.current()), {}, {}
         self.book.version = 0
-        for method in ("finish_group", "progress", "set_segment_length", "take_aborted"):
+        for method in ("finish_group", "progress", "set_segment_length", "take_book"):
             setattr(self, f"esgrpo_{method}", SimpleNamespace(remote=getattr(self, f"_{method}")))
 
     async def generate(self, prompt_ids: list[int], parameters: dict) -> TokenOutput:
@@ -235,7 +235,7 @@ class ScriptedServer:
     def sync(self) -> None:
         for key in list(self.requests) if not self.world.script.keeps else ():
             request, payload = self._close(key, Outcome.ABORT)
-            self.aborted[request.fields["group"], request.fields["member"]] = payload
+            self.aborted[request.fields["group"], request.fields["member"], request.fields["attempt"]] = payload
             self._answer(request, "aborted")
         self.book.set_version(self.world.version, {key: len(item.tokens) for key, item in self.requests.items()})
 
@@ -252,8 +252,8 @@ class ScriptedServer:
         return self.book.set_segment_length(group, length, tail,
                                             {key: len(item.tokens) for key, item in self.requests.items()})
 
-    async def _take_aborted(self, group, member):
-        return self.aborted.pop((group, member), None)
+    async def _take_book(self, group, member, attempt):
+        return self.aborted.pop((group, member, attempt), None)
 
 
 async def quiet(ticks: int) -> None:

@@ -46,15 +46,15 @@ class Replica:
         self.book = SegmentBook(world.settings)
         self.esgrpo_finish_group = SimpleNamespace(remote=self._finish_group)
         self.esgrpo_progress = SimpleNamespace(remote=self._progress)
-        self.esgrpo_take_aborted = SimpleNamespace(remote=self._take_aborted)
+        self.esgrpo_take_book = SimpleNamespace(remote=self._take_book)
         self.aborted = {}
 
     async def _finish_group(self, group, members, rule):
         self.asks += [(group, member) for member in members]
         return self.book.ask_finish(group, members, rule)
 
-    async def _take_aborted(self, group, member):
-        return self.aborted.pop((group, member), None)
+    async def _take_book(self, group, member, attempt):
+        return self.aborted.pop((group, member, attempt), None)
 
     async def _progress(self, group):
         for _ in range(self.world.transit):
@@ -108,7 +108,7 @@ class Replica:
         for key, request in [] if keep else list(self.running.items()):
             del self.running[key]
             item = self.book.close(key, len(request.tokens))
-            self.aborted[request.fields["group"], request.fields["member"]] = {
+            self.aborted[request.fields["group"], request.fields["member"], request.fields["attempt"]] = {
                 "outcome": "abort", "rule": "", "spans": item.spans, "boundaries": item.boundaries, "logprob_sum": 0.0,
                 "replica": str(self.name), "arrived": 0.0}
             request.future.set_result(TokenOutput(request.tokens, None if not request.tokens else

@@ -118,12 +118,12 @@ def test_tokens_of_a_kept_and_then_aborted_response_keep_their_versions(monkeypa
     monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": True, "sync": sync}))
     asked = []
 
-    async def take(group, member):
+    async def take(group, member, attempt):
         asked.append((group, member))
         return payload("abort", [[3, 600], [4, 400]])
 
     seat = seat_of(new_driver())
-    seat.placed("r", SimpleNamespace(esgrpo_take_aborted=SimpleNamespace(remote=take)))
+    seat.placed("r", SimpleNamespace(esgrpo_take_book=SimpleNamespace(remote=take)))
     play(seat, (output(range(1000), "aborted", global_steps=4), 10),
          (output([1], payload=payload("finish", [[5, 1]])), 1010))
     assert ended(seat)["spans"] == spans and asked == ([("g", 0)] if keeps else [])
@@ -133,11 +133,11 @@ def test_a_response_that_ended_at_a_stop_string_keeps_its_versions(monkeypatch):
     """vLLM's front end finds it and aborts the request in the engine: the book knows what the client is not told."""
     monkeypatch.setenv("ESGRPO_SEGMENT", json.dumps({"enable": True, "sync": {"requests": "keep"}}))
 
-    async def take(group, member):
+    async def take(group, member, attempt):
         return payload("abort", [[3, 3], [4, 3]], boundaries=1)
 
     seat = seat_of(new_driver())
-    seat.placed("r", SimpleNamespace(esgrpo_take_aborted=SimpleNamespace(remote=take)))
+    seat.placed("r", SimpleNamespace(esgrpo_take_book=SimpleNamespace(remote=take)))
     stopped = output(range(5), global_steps=4, min_global_steps=4)
     play(seat, (stopped, 10))
     row = ended(seat)

@@ -77,7 +77,8 @@ def at_boundary(length_class: str, move: bool, yields: bool) -> Decision:
 
 @dataclass(slots=True)
 class Tracked:
-    """One response in this engine. `done_before` counts tokens of its earlier attempts, elsewhere or before a sync."""
+    """One response in this engine. `done_before` counts tokens of its earlier attempts, elsewhere or before a sync;
+    `attempt` tells it from them, and from other requests that an agent loop makes for the same member at once."""
 
     group: str
     member: int
@@ -98,6 +99,7 @@ class Tracked:
     earlier: list[int] = field(default_factory=list)  # last tokens of earlier attempts, as far as the marks reach
     surprisal: float | None = None  # of a proven loop
     stays: bool = False  # the front end may end it at any token, and is not asked before it is handed back
+    attempt: int = 0
 
 
 class SegmentBook:
@@ -130,7 +132,7 @@ class SegmentBook:
 
     def add(self, key: Hashable, group: str, member: int, done_before: int, length_class: str = BODY,
             move: bool = False, exempt: bool = False, marks: Sequence[Mark] = (), earlier: Sequence[int] = (),
-            stays: bool = False) -> None:
+            stays: bool = False, attempt: int = 0) -> None:
         """Track one attempt. `exempt`: the rule for loops has been let off. `stays`: vLLM's front end looks for stop
         strings in it, so that it may have ended with the token at which it would be handed back.
 
@@ -142,7 +144,7 @@ class SegmentBook:
             length_class = TAIL
         item = Tracked(group, member, done_before, length_class, move, None, 0,
                        next_multiple(done_before, repetition.check_interval)
-                       if repetition.enable and not exempt else None, stays=stays)
+                       if repetition.enable and not exempt else None, stays=stays, attempt=attempt)
         self._set_boundary(item, done_before)
         if self._look_every:
             item.next_verdict = next_multiple(done_before, self._look_every)

@@ -47,8 +47,8 @@ def esgrpo_progress(self, group):
     return _ask_scheduler(self, "segment_progress", {}, group)
 
 
-def esgrpo_take_aborted(self, group, member):
-    return _ask_scheduler(self, "segment_take_aborted", None, group, member)
+def esgrpo_take_book(self, group, member, attempt):
+    return _ask_scheduler(self, "segment_take_book", None, group, member, attempt)
 
 
 def esgrpo_set_segment_length(self, group, length, tail=False):
@@ -63,7 +63,7 @@ def esgrpo_take_looks(self, groups):
     return _ask_scheduler(self, "segment_take_looks", {}, groups)
 
 
-UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish, esgrpo_progress, esgrpo_take_aborted,
+UTILITIES = (esgrpo_report, esgrpo_set_version, esgrpo_finish, esgrpo_progress, esgrpo_take_book,
              esgrpo_set_segment_length, esgrpo_hand_back, esgrpo_take_looks)
 
 

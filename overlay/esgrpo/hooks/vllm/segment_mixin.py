@@ -19,10 +19,11 @@ from esgrpo.algo.segments import CONTINUE, PRUNE, YIELD, SegmentBook
 from esgrpo.algo.terms import PAYLOAD, Outcome
 from esgrpo.hooks.vllm.headroom import Headroom
 
-ABORTED_KEPT = 4096  # more than run at once; who asks, asks at once
+BOOKS_KEPT = 4096  # more than run at once; who asks, asks at once
 STOP_REASON = {PRUNE: "pruned", YIELD: "segment"}
 # what a client may say about an attempt -> argument of SegmentBook.add
-FIELDS = {name: name for name in ("group", "member", "done_before", "length_class", "move", "exempt", "marks")}
+FIELDS = {name: name for name in ("group", "member", "done_before", "length_class", "move", "exempt", "marks",
+                                  "attempt")}
 
 
 @functools.cache
@@ -61,8 +62,10 @@ class SegmentMixin:
         self.segment_occupancy = Occupancy(settings.capacity or self.max_num_running_reqs, time.time)
         self.segment_outcomes: Counter = Counter()
         self.segment_before: dict[str, int] = {}  # tokens before the last step, of requests that it gave several
-        # what the book knew of attempts that were aborted: vLLM's front end answers those by itself, without a payload
-        self.segment_aborted: OrderedDict[tuple[str, int], dict] = OrderedDict()
+        # what the book knew of attempts that the front end answers by itself, without a payload: it aborts them, also
+        # at a stop string, of which the engine may hear when it has ended them
+        self.segment_books: OrderedDict[tuple[str, int, int], dict] = OrderedDict()
+        self.segment_all_at_once = False  # a pause aborts whatever there is
         self.segment_flight: deque[dict[str, int]] = deque()  # tokens per request of steps without their output yet
         self.segment_headroom = vars(self).get("segment_headroom") or Headroom(self)
         self.segment_headroom.keep(settings.kv_headroom if settings.enable else 0.0)
@@ -181,6 +184,13 @@ class SegmentMixin:
         output.stop_reason = request.stop_reason
         output.kv_transfer_params = {**(output.kv_transfer_params or {}), PAYLOAD: payload}
 
+    def finish_requests(self, request_ids, *args, **kwargs):
+        self.segment_all_at_once = request_ids is None
+        try:
+            return super().finish_requests(request_ids, *args, **kwargs)
+        finally:
+            self.segment_all_at_once = False
+
     def _free_request(self, request, *args, **kwargs):
         key = request.request_id
         self.segment_logprobs.ended(key, self._segment_in_flight(key))
@@ -201,7 +211,9 @@ class SegmentMixin:
         item = self.segment_book.close(request.request_id, request.num_output_tokens, outcome == Outcome.FINISH)
         if item is None:
             return None
-        self.segment_outcomes[f"{outcome}/{rule}" if rule else outcome] += 1
+        # of one with stop strings that is named to be aborted the front end has found one: it has ended
+        stopped = outcome == Outcome.ABORT and item.stays and not self.segment_all_at_once
+        self.segment_outcomes[f"{outcome}/{rule}" if rule else Outcome.FINISH if stopped else outcome] += 1
         self.segment_occupancy.ended(*self.segment_logprobs.of(request.request_id))
         marks = self.segment_book.carried_marks(item, request.num_output_tokens, self.segment_logprobs.of(
             request.request_id)) if outcome == YIELD else []
@@ -209,12 +221,12 @@ class SegmentMixin:
                    "replica": self.segment_replica, "arrived": request.arrival_time,
                    "logprob_sum": self.segment_logprobs.pop(request.request_id), "marks": marks,
                    "surprisal": item.surprisal}
-        if outcome == Outcome.ABORT:
+        if outcome == Outcome.ABORT and not stopped:
             self.segment_occupancy.aborted((item.group, item.member))
-            if item.spans:  # of an attempt without a token nobody asks, and another one's would be taken for it
-                self.segment_aborted[item.group, item.member] = payload
-            while len(self.segment_aborted) > ABORTED_KEPT:
-                self.segment_aborted.popitem(last=False)
+        if item.spans and (outcome == Outcome.ABORT or item.stays):
+            self.segment_books[item.group, item.member, item.attempt] = payload
+            while len(self.segment_books) > BOOKS_KEPT:
+                self.segment_books.popitem(last=False)
         return payload
 
     # Control plane, called by the EngineCore utilities between two steps.
@@ -235,9 +247,9 @@ class SegmentMixin:
         book.set_version(version, {key: request.num_output_tokens for key, request in kept.items()})
         return window
 
-    def segment_take_aborted(self, group: str, member: int) -> dict | None:
-        """What the book knew of this member's last attempt, if it was aborted; asked once."""
-        return self.segment_aborted.pop((group, member), None)
+    def segment_take_book(self, group: str, member: int, attempt: int) -> dict | None:
+        """What the book knew of this attempt, if it was aborted or has stop strings; asked once."""
+        return self.segment_books.pop((group, member, attempt), None)
 
     def segment_finish(self, group: str, members, rule: str) -> int:
         return self.segment_book.ask_finish(group, members, rule)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import random
 import sys
 import time
@@ -31,6 +32,7 @@ from esgrpo.hooks.verl.metrics import decision_counts
 from esgrpo.hooks.verl.server.calls_with_deadline import answers
 from esgrpo.hooks.verl.server.control_methods import methods
 
+_attempts = itertools.count(1)  # of this worker, which no other one shares a member with
 ABORTED = ("aborted", "abort")  # stop reasons at which verl's client submits again
 ADVICE = (rollout.Ask, rollout.Finish, rollout.JoinTail, rollout.Share, rollout.Teach)
 
@@ -185,7 +187,7 @@ class Driver:
         calls = [call.remote(*args) for call in methods([self.handles[replica] for replica in replicas], method)]
         return await answers(calls, method)
 
-    async def book_of_aborted(self, seat: Seat) -> dict | None:
+    async def book_of(self, seat: Seat, attempt: int) -> dict | None:
         """What the replica's book knew of an attempt that vLLM's front end ended, by an abort or at a stop string.
 
         Only asked where requests outlive weight syncs: elsewhere all tokens of an attempt are of the server's version.
@@ -194,7 +196,7 @@ class Driver:
         if not self.runs.rules.settings.keeps or replica not in self.handles:
             return None
         try:
-            found = await self._call([replica], "esgrpo_take_aborted", seat.group, seat.number)
+            found = await self._call([replica], "esgrpo_take_book", seat.group, seat.number, attempt)
             return found[0] if found else None
         except Exception as error:
             self._say(error, "the weight versions of tokens of an attempt are the server's")
@@ -292,30 +294,33 @@ class Attempts:
         if budget is None:  # of the first attempt: a later one's prompt has the tokens that the earlier ones made
             budget = unlimited(call.owner.config.actor_rollout_ref.rollout, len(self._prompt))
         self._budget = budget
+        self._attempt = 0
 
     async def next(self, done: list[int], fields: dict):
         """What the original answers to an attempt after the tokens `done`, of which the scheduler is told `fields`."""
-        extra = {**(self._parameters.get("extra_args") or {}), "segment": fields}
+        self._attempt = next(_attempts)
+        extra = {**(self._parameters.get("extra_args") or {}), "segment": {**fields, "attempt": self._attempt}}
         limited = {**self._parameters, "max_tokens": self._budget - len(done), "extra_args": extra}
         return await self._call(prompt_ids=self._prompt + done, sampling_params=limited)
 
     async def ended(self, seat: Seat, output, done: list[int]):
         """Submit or HandOn after that attempt."""
         return await attempt_ended(seat, output, len(self._prompt) + len(done),
-                                   self._budget - len(done) - len(output.token_ids))
+                                   self._budget - len(done) - len(output.token_ids), self._attempt)
 
 
-async def attempt_ended(seat: Seat, output, prompt_tokens: int, left: int):
-    """Submit or HandOn after one attempt; sets what the attempt's TokenOutput says to what really happened."""
+async def attempt_ended(seat: Seat, output, prompt_tokens: int, left: int, attempt: int = 0):
+    """Submit or HandOn after one attempt; sets what the attempt's TokenOutput says to what really happened. `attempt`:
+    the number that the scheduler was told."""
     fields = output.extra_fields
     aborted = output.stop_reason in ABORTED
     answer = (fields.pop("kv_transfer_params", None) or {}).get(PAYLOAD)
     if answer is None and output.token_ids:
-        answer = await seat.driver.book_of_aborted(seat)
+        answer = await seat.driver.book_of(seat, attempt)
         if answer is not None and output.log_probs:
             answer = {**answer, "logprob_sum": sum(output.log_probs)}  # of what was given, not of what was made
-        if answer is not None and not aborted:  # a stop string: to the engine that is an abort
-            answer = {**answer, "outcome": Outcome.FINISH}
+        if answer is not None:  # to the engine a stop string is an abort, and it may have ended what is aborted
+            answer = {**answer, "outcome": Outcome.ABORT if aborted else Outcome.FINISH}
     action = seat.on(rollout.AttemptEnded, now=time.time(), tokens=len(output.token_ids), left=left,
                      aborted=aborted, answer=answer,
                      version=fields.get("global_steps"),

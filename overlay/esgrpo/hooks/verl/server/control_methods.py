@@ -74,11 +74,12 @@ async def esgrpo_take_looks(self, groups):
     return merged
 
 
-async def esgrpo_take_aborted(self, group, member):
-    """What the engine's book knew of this member's attempt when it was aborted; None when it was not."""
+async def esgrpo_take_book(self, group, member, attempt):
+    """What an engine's book knew of this attempt when it was aborted, or when it ended with stop strings; or None."""
     from esgrpo.hooks.verl.server.control_methods import engine_call
 
-    return next((payload for payload in await engine_call(self, "esgrpo_take_aborted", group, member) if payload), None)
+    found = await engine_call(self, "esgrpo_take_book", group, member, attempt)
+    return next((payload for payload in found if payload), None)
 
 
 async def esgrpo_hand_back(self, count):
@@ -121,7 +122,7 @@ def methods(servers, name: str) -> list:
     return found
 
 
-METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_set_segment_length, esgrpo_take_aborted, esgrpo_take_looks,
+METHODS = (esgrpo_finish_group, esgrpo_progress, esgrpo_set_segment_length, esgrpo_take_book, esgrpo_take_looks,
            esgrpo_hand_back, esgrpo_engine_reports, esgrpo_take_windows)
 
 
