@@ -29,6 +29,7 @@ SERVER, AGENT_LOOP = "vLLMHttpServer", "AgentLoopWorker"  # what Ray calls their
 # lent. The weight sync's key has its prefix twice in fully async, and is another one under v1
 STEP_PARTS = {"": ("step",), ", wait for samples": ("gen", "wait_for_enough_samples"), ", update": ("update_actor",),
               ", weight sync": ("timing_s/param_sync", "update_weights")}
+MEASURED, ALL_OF_IT = "seconds measured", 0.98  # a measure; share of a time from which on it is the same one
 REWARDS = "first_rewards"  # among the curves of a run until they are compared; too many for a record
 PUSH = "critic/advantages/mean"  # of a token: below 0 more of them are pushed down than up
 DRIFT = "actor/ppo_kl"  # of the trained policy from the one of the old log-probs, nats a token; mean over an update
@@ -63,6 +64,7 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
     spared = result.right.spared or (None, None)
     bias = [v for m in metrics[-1:] for k, v in m.items() if k.startswith("esgrpo/length_bias/")]
     return {
+        MEASURED: result.seconds,
         "step time, s": result.seconds / result.steps if result.steps else None,
         **{f"verl's step{name}, s": seconds(timers) for name, timers in STEP_PARTS.items()},
         "bubble rate": result.bubble["bubble_rate"],
@@ -242,7 +244,7 @@ def report(found, curves, failed: list[str], options, arms: dict[str, list[str]]
               for name, seeds in curves.items()}
     found = with_same_prompts(with_equal_samples(found, curves), rewards)
     rows = table({name: seeds for name, seeds in found.items() if seeds})
-    notes = [f"task {options.task}, seeds {console.listed(options.seeds)}, {options.budget:.0f} s per run, "
+    notes = [f"task {options.task}, seeds {console.listed(options.seeds)}, {time_of(found, options.budget)}, "
              f"{options.prompts} training prompts, {time.strftime('%Y-%m-%d')}, commit {commit()}",
              f"{device(options)} for {['one trainer', f'a trainer on {trainers(options)}'][trainers(options) > 1]} and "
              f"{options.replicas} rollout replica{'s' * (options.replicas > 1)}, {options.jobs} runs side by side",
@@ -250,6 +252,16 @@ def report(found, curves, failed: list[str], options, arms: dict[str, list[str]]
              f"target of all arms: a held-out reward of {options.target}", *getattr(options, "notes", ())]
     return publish(rows, notes, options, {"target": options.target, "arms": arms,
                                           "failed": failed, "measures": found, "curves": curves})
+
+
+def time_of(found: dict[str, dict[int, dict]], budget: float) -> str:
+    """What was measured, which is less than the budget where runs were stopped."""
+    seconds = sorted(measures[MEASURED] for seeds in found.values() for measures in seeds.values()
+                     if MEASURED in measures) or [budget]
+    low, high = (f"{value:.0f}" for value in (seconds[0], seconds[-1]))
+    stopped = f" of a budget of {budget:.0f} s" if seconds[0] < ALL_OF_IT * budget else ""
+    unequal = "; of unequal length: compare their rates" if seconds[0] < ALL_OF_IT * seconds[-1] else ""
+    return f"{low if low == high else f'{low} to {high}'} s per run{stopped}{unequal}"
 
 
 def publish(rows: list[list[str]], notes: list[str], options, data: dict) -> int:

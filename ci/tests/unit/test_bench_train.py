@@ -292,3 +292,12 @@ def test_runs_beside_others_on_a_gpu_have_few_workers():
 def test_unknown_device_is_one_line():
     done = in_environment("tpu", "import bench.common.stack")
     assert done.returncode == 1 and "ESGRPO_BENCH_DEVICE is 'tpu'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("seconds, said", [
+    ([], "1500 s per run"), ([1500.0, 1499.8], "1500 s per run"),
+    ([740.4, 742.0], "740 to 742 s per run of a budget of 1500 s"),
+    ([600.0, 1500.0], "600 to 1500 s per run of a budget of 1500 s; of unequal length: compare their rates")])
+def test_a_record_says_how_long_was_measured(seconds, said):
+    found = {"plain": {seed: {training.MEASURED: value} for seed, value in enumerate(seconds)}, "all": {1: {}}}
+    assert training.time_of(found, 1500.0) == said
