@@ -150,7 +150,8 @@ def test_every_token_is_accounted_for(run):
 def check_time(run_dir: Path) -> None:
     """Trainer and rollouter each say where all of their time went."""
     events = read(str(run_dir), "events")
-    for side, parts in (("train", {"wait", "sync", "train", "validation", "other"}), ("rollout", {"idle", "busy"})):
+    for side, parts in (("train", {"wait", "sync", "train", "checkpoint", "validation", "other"}),
+                        ("rollout", {"idle", "busy"})):
         mine = [event for event in events if event["side"] == side]
         assert len(mine) >= 3, side
         for event, then in itertools.pairwise(mine):
