@@ -28,6 +28,7 @@ from esgrpo.errors import EsgrpoError, say
 
 ENV_RUN_DIR, ENV_RUN_ID, ENV_RESTART = "ESGRPO_RUN_DIR", "ESGRPO_RUN_ID", "ESGRPO_RESTART"
 FOLDER, RUN_FILE = "esgrpo", "run.json"
+HOOKS = "hooks.json"  # of this start: states of hooks in all processes
 RUN_ID_DIGITS = 12  # hexadecimal
 HELD_BYTES = 16 * 2**20  # rows that wait and those being written
 CHUNK_BYTES = 2**20  # joined for one write
@@ -317,8 +318,11 @@ def named(run: str, restart: int) -> dict[str, str]:
 def begun(run_dir: str, goes_on: bool) -> dict[str, str]:
     """Count one more start of the run in this directory, or begin another run there; returns its environment.
 
-    A directory that cannot be written to gets a new run every time, which its rows, if any, can be told by.
+    A directory that cannot be written to gets a new run every time, which its rows, if any, can be told by. What hooks
+    were in before goes: a start that dies before its processes have answered is in no state of theirs.
     """
+    with contextlib.suppress(OSError):
+        os.remove(os.path.join(run_dir, FOLDER, HOOKS))
     file = os.path.join(run_dir, FOLDER, RUN_FILE)
     run, restart = new_run(), 0
     if goes_on:

@@ -253,6 +253,24 @@ def test_calls_of_a_weight_sync_need_a_slot_of_the_server(concurrent, batch, seg
     assert [(severity, key) for severity, key, *_ in found] == ([("warning", named)] if named else [])
 
 
+@pytest.mark.parametrize("change, named", [
+    ({}, []), ({"batch": 1000}, ["data.train_batch_size"]),
+    ({"nnodes": 0}, ["actor_rollout_ref.rollout.nnodes"]), ({"gpus": 0}, ["actor_rollout_ref.rollout.n_gpus_per_node"]),
+    ({"backend": "naive"}, ["actor_rollout_ref.rollout.checkpoint_engine.backend"]),
+    ({"mode": "colocate_async", "batch": 1000, "nnodes": 0, "backend": "naive"}, [])])
+def test_what_separate_async_asserts(change, named):
+    """Before the first step: verl would have started Ray, and said it in a traceback."""
+    of = {"batch": 1024, "nnodes": 1, "gpus": 4, "backend": "nccl", "mode": "separate_async", **change}
+    values = {"data": {"train_batch_size": of["batch"]}, "actor_rollout_ref": {
+        "actor": {"ppo_mini_batch_size": 256},
+        "rollout": {"nnodes": of["nnodes"], "n_gpus_per_node": of["gpus"], "checkpoint_engine": {
+            "backend": of["backend"]}}},
+        "trainer": {"use_v1": True, "v1": {"trainer_mode": of["mode"], "separate_async": {"parameter_sync_step": 4}}}}
+    config = rules.Config(values, frozenset(), "verl.trainer.main_ppo", "0.9.1", "cuda", False)
+    found = list(rules.separate_async_contract(config))
+    assert [(severity, key) for severity, key, *_ in found] == [("error", key) for key in named]
+
+
 def test_segments_where_the_overlay_has_no_place(newest):
     variables = {"SEGMENT": "True", "VERL": "0.8.0", **HOME}
     errors = found(check.lint(RECIPES / "fully_async.sh", str(pristine("verl", "v0.8.0")), variables), "error")

@@ -111,6 +111,30 @@ def test_where_the_log_probs_of_a_version_are_not_to_be_had_the_token_stays_with
     assert "use_rollout_log_probs=False leaves no other" in plan.lines[0] and "nothing clips" in plan.lines[1]
 
 
+@pytest.mark.parametrize("actor, lost", [
+    ({"strategy": "fsdp"}, "actor.strategy=fsdp"),
+    ({"strategy": "fsdp2", "fsdp_config": {"param_offload": True}}, "actor.fsdp_config.param_offload=True"),
+    ({"strategy": "megatron", "megatron": {"param_offload": True}}, "actor.megatron.param_offload=True"),
+    ({"strategy": "megatron", "megatron": {"param_offload": False}}, ""), ({"strategy": "fsdp2"}, "")])
+def test_weights_that_verl_0_7_0_cannot_keep_are_no_anchor(actor, lost):
+    """Nothing would be clipped although the log says so, or updates be undone, or the first step fail."""
+    config = composed("0.7.0", 4, actor_rollout_ref={"actor": actor})
+    plan = planned(config)
+    assert plan.segment.pois.anchor == ("token" if lost else "version")
+    assert lost in plan.lines[0] and any("nothing clips" in line for line in plan.lines) is bool(lost)
+    if lost:
+        with pytest.raises(ConfigError, match=f"pois.anchor: 'version'.*{lost}"):
+            planned(config, pois={"anchor": "version"})
+    assert planned(composed("fully_async", 4, actor_rollout_ref={"actor": actor})).segment.pois.anchor == "version"
+
+
+def test_a_v1_mode_that_verl_has_not_is_refused_in_one_line():
+    config = composed("sync", 1)
+    config.trainer.v1.trainer_mode = "separate-async"
+    with pytest.raises(ConfigError, match="trainer.v1.trainer_mode: 'separate-async'"):
+        planned(config)
+
+
 def test_an_anchor_of_the_users_own_stays():
     for anchor in ("token", "version"):
         for steps in (1, 4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import threading
@@ -246,6 +247,27 @@ def test_torn_rows_are_skipped_and_counted(run_dir):
     rows, torn = records.read_counted(str(run_dir), "batch")
     assert [row.step for row in rows] == [0, 1] and torn == 5
     assert records.read_counted(str(run_dir), "windows") == ([], 0)
+
+
+@pytest.mark.parametrize("damage", [{"counts": {"sampler/takes": "12"}}, {"counts": {"sampler/takes": None}},
+                                    {"counts": {"sampler/takes": 1.5}}, {"time": math.nan}, {"time": math.inf}])
+def test_a_row_with_a_damaged_number_is_torn(run_dir, damage):
+    folder = run_dir / "esgrpo"
+    folder.mkdir()
+    row = {"time": 1.0, "process": "rollouter", "counts": {"sampler/takes": 12}}
+    (folder / "decisions-17.jsonl").write_text("\n".join(json.dumps(one) for one in (row, {**row, **damage})))
+    rows, torn = records.read_counted(str(run_dir), "decisions")
+    assert [one.counts for one in rows] == [{"sampler/takes": 12}] and torn == 1
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_start_has_not_the_hooks_of_the_one_before(run_dir, goes_on):
+    """It may die before its own processes have answered."""
+    records.begun(str(run_dir), goes_on)
+    hooks = run_dir / records.FOLDER / records.HOOKS
+    hooks.write_text("[]")
+    records.begun(str(run_dir), goes_on)
+    assert not hooks.exists() and (run_dir / records.FOLDER / records.RUN_FILE).exists()
 
 
 def test_events_keep_their_newest_rows_and_as_many_before(run_dir, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -230,6 +231,15 @@ def test_what_cannot_be_shown_is_said_in_one_line(tmp_path, capsys, monkeypatch)
 def _takes_interrupts():
     """A shell starts what it puts into the background with SIGINT ignored, and its children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_a_restart_goes_back_to_an_earlier_version(run):
+    """Events of the same version of both starts would add up."""
+    loop = state.Loop()
+    loop.take(follow.Follower(str(run), state.FOLLOWED).poll())
+    assert loop.versions("train") == 3
+    loop.take([dataclasses.replace(train(2, 0.4), time=START + 90, run=loop.run, restart=loop.restart + 1)])
+    assert loop.versions("train") == len(loop.of_version("train")) == 1 and loop.newest("rollout") is None
 
 
 @pytest.mark.parametrize("spare", [0, 1, -1, -10])

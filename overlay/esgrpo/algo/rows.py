@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import numbers
 import types
 import typing
@@ -59,7 +60,7 @@ class Row(Mapping):
         """Raises ValueError where a field is missing that every release has written, or is of another type."""
         known = {name: row[name] for name in _types(cls) if name in row}
         for name, value in known.items():
-            if not _fits(value, _types(cls)[name]):
+            if not _fits(value, _types(cls)[name]) or name == "time" and not math.isfinite(value):
                 raise ValueError(f"{cls.kind}: {name} is {value!r}")
         try:
             return cls(**{"schema": 1, **known})
@@ -348,6 +349,13 @@ class Decisions(Row):
     audit: dict = field(default_factory=dict)  # rule -> report
     settings: dict | None = _unset()
     facts: dict | None = _unset()
+
+    @classmethod
+    def of(cls, row: Mapping):
+        counts = row.get("counts") or {}
+        if not all(isinstance(times, int) for times in (counts.values() if isinstance(counts, dict) else ())):
+            raise ValueError(f"{cls.kind}: counts are {counts!r}")
+        return super().of(row)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from esgrpo import records
 from esgrpo.errors import EsgrpoError, say
 
-HOOKS = "hooks.json"  # in records.FOLDER; in the directory itself by older releases
+HOOKS = records.HOOKS  # in records.FOLDER; in the directory itself by older releases
 ADVICE = "give the run directory (trainer.default_local_dir)"
 Found = TypeVar("Found")
 

@@ -118,6 +118,23 @@ def fully_async_contract(c: Config) -> Iterator[Found]:
         yield found(WARNING, f"{ASYNC}.partial_rollout", "partial_without_staleness")
 
 
+def separate_async_contract(c: Config) -> Iterator[Found]:
+    """Assertions of PPOTrainerSeparateAsync.__init__."""
+    if not (c.v1 and c.get("trainer.v1.trainer_mode") == "separate_async"):
+        return
+    sizes = c.numbers("data.train_batch_size", "trainer.v1.separate_async.parameter_sync_step",
+                      f"{ACTOR}.ppo_mini_batch_size")
+    if sizes and sizes[0] != sizes[1] * sizes[2]:
+        batch, steps, mini = sizes
+        yield found(ERROR, "data.train_batch_size", "separate_batch", batch=batch, steps=steps, mini=mini,
+                    product=steps * mini)
+    for name in ("nnodes", "n_gpus_per_node"):
+        if c.number(f"{ROLLOUT}.{name}") == 0:
+            yield found(ERROR, f"{ROLLOUT}.{name}", "separate_replicas", key=f"{ROLLOUT}.{name}")
+    if c.get(f"{ROLLOUT}.checkpoint_engine.backend") == "naive":
+        yield found(ERROR, f"{ROLLOUT}.checkpoint_engine.backend", "separate_backend")
+
+
 def syncs(c: Config) -> Iterator[Found]:
     """Sync settings that never take effect."""
     sizes = c.numbers(f"{ACTOR}.ppo_mini_batch_size", f"{ASYNC}.require_batches",
@@ -336,8 +353,8 @@ def server_slots(c: Config) -> Iterator[Found]:
         yield found(WARNING, key, "server_slots", waiting=waiting, most=most)
 
 
-RULES = (fully_async_contract, syncs, batches, replicas, lengths, losses, clipping, resuming, npu, server_slots,
-         overlay_main)
+RULES = (fully_async_contract, separate_async_contract, syncs, batches, replicas, lengths,
+         losses, clipping, resuming, npu, server_slots, overlay_main)
 
 
 def check(config: Config) -> list[Found]:

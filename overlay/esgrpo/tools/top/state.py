@@ -107,6 +107,8 @@ class Loop:
         if (row.restart or 0) > self.restart:
             self.restart = row.restart
             self._replicas.clear()
+            for events in self._events.values():  # it goes back to a version that the start before has left
+                events.clear()
         if isinstance(row, kinds.LoopEvent):
             self._take_event(row)
         elif isinstance(row, kinds.EngineWindow):

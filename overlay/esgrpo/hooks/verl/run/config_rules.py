@@ -14,7 +14,7 @@ from esgrpo.config import PREFIX, Segment
 from esgrpo.config import features as config_features
 from esgrpo.hooks.verl.run import overlap_rules, pruning_rules, reward_rules
 from esgrpo.hooks.verl.run.plan import ROLLOUT, Plan, Setting, refuse
-from esgrpo.hooks.verl.run.trainers import is_fully_async, is_recipe, is_v1, of_fully_async
+from esgrpo.hooks.verl.run.trainers import V1_MODES, is_fully_async, is_recipe, is_v1, of_fully_async
 
 
 def features_of(config, segment: Segment) -> frozenset[str]:
@@ -167,6 +167,8 @@ def _sampler(config):
 def _v1(config, segment: Segment, features: frozenset[str]):
     """verl's sync trainer ends a step with nothing unfinished: what carries over is its colocate_async trainer."""
     v1 = config.trainer.v1
+    if v1.trainer_mode not in V1_MODES:
+        refuse("trainer.v1.trainer_mode", v1.trainer_mode, " or ".join(V1_MODES), "use one of them")
     if "yield" in features and v1.trainer_mode == "sync":
         yield Setting("trainer.v1.trainer_mode", "colocate_async", "boundary=yield carries unfinished groups over "
                       f"({v1.colocate_async.num_warmup_batches} batches ahead, "
@@ -205,6 +207,9 @@ def _losses(config, found: Plan, features: frozenset[str]):
     found.segment = dataclasses.replace(found.segment, pois=dataclasses.replace(found.segment.pois, anchor=anchor))
     yield from lines
     if anchor == "version" and legacy:
+        lost = _cannot_go_back(config)
+        if lost:
+            refuse(f"{PREFIX}.pois.anchor", anchor, f"token here: {lost}", "set it to token, or change that")
         if not fully_async.use_rollout_log_probs:
             refuse("async_training.use_rollout_log_probs", False, "True with pois.anchor=version",
                    "set it: else old log-probs are those of the current weights")
@@ -226,17 +231,33 @@ def _anchor(config, given: str) -> tuple[str, list[str]]:
     staleness, and costs no forward pass; with more nothing would hold the later ones.
     """
     steps = optimizer_steps_per_version(config)
-    blind = is_recipe(config) and not of_fully_async(config).use_rollout_log_probs
+    blind = is_recipe(config) and ("async_training.use_rollout_log_probs=False leaves no other"
+                                   if not of_fully_async(config).use_rollout_log_probs else _cannot_go_back(config))
     anchor = ("token" if steps == 1 or blind else "version") if given == "auto" else given
     lines = []
     if given == "auto":
-        why = "async_training.use_rollout_log_probs=False leaves no other" if blind and steps > 1 else (
-            f"a weight version has {steps} optimiser step{'s' * (steps > 1)}")
+        why = blind if blind and steps > 1 else f"a weight version has {steps} optimiser step{'s' * (steps > 1)}"
         cost = "; it clips the ratio and takes one forward pass more" if anchor == "version" else ""
         lines.append(f"{PREFIX}.pois.anchor: auto -> {anchor}, because {why}{cost}")
     if anchor == "token" and steps > 1:
         lines.append("loss_mode=pois: " + UNCLIPPED.format(steps) + ", or take pois.anchor=version, sais or one step")
     return anchor, lines
+
+
+def _cannot_go_back(config) -> str:
+    """Why the recipe of verl 0.7.0 has not the log-probs of the version for a later step of it; "" where it has.
+
+    It keeps the version's weights with save_model_to_cpu while the actor may be offloaded: megatron's copy of offloaded
+    buffers is empty, FSDP2's is the weights themselves, which restoring then overwrites; of FSDP1 it makes none.
+    """
+    actor = config.actor_rollout_ref.actor
+    strategy = actor.get("strategy")
+    section = "megatron" if strategy == "megatron" else "fsdp_config"
+    if strategy == "fsdp":
+        return "actor.strategy=fsdp: verl 0.7.0 keeps the version's weights of FSDP2 and megatron alone"
+    if (actor.get(section) or {}).get("param_offload"):
+        return f"actor.{section}.param_offload=True: verl 0.7.0 cannot keep a version's weights that are offloaded"
+    return ""
 
 
 def optimizer_steps_per_version(config) -> int:

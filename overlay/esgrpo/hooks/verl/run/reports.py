@@ -28,7 +28,9 @@ def actor_names() -> dict[tuple[str, str], str]:
     """(node address, pid) -> Ray's name of the actor, from the handshake of this run; empty when it is not readable."""
     import json
 
-    path = os.path.join(os.environ.get("ESGRPO_RUN_DIR", "."), "esgrpo", "hooks.json")
+    from esgrpo import records
+
+    path = os.path.join(os.environ.get("ESGRPO_RUN_DIR", "."), records.FOLDER, records.HOOKS)
     try:
         with open(path, encoding="utf-8") as file:
             return {(row["ip"], str(row["pid"])): row["actor"] for row in json.load(file) if row.get("actor")}
@@ -161,7 +163,7 @@ def _flush(instance) -> None:
 def _write(reports: list[dict]) -> None:
     from esgrpo import records
 
-    path = os.path.join(os.environ.get("ESGRPO_RUN_DIR", "."), "esgrpo", "hooks.json")
+    path = os.path.join(os.environ.get("ESGRPO_RUN_DIR", "."), records.FOLDER, records.HOOKS)
     records.save(path, lambda: reports, indent=1)
     records.flush()  # a refusal ends this process
 

@@ -27,6 +27,9 @@ def is_v1(config) -> bool:
     return config.get("async_training") is None and bool(config.trainer.get("use_v1", False))
 
 
+V1_MODES = ("sync", "colocate_async", "separate_async")
+
+
 def is_separate(config) -> bool:
     """verl's v1 trainer with replicas of its own."""
     return is_v1(config) and config.trainer.v1.trainer_mode == "separate_async"
