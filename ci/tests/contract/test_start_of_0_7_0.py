@@ -16,6 +16,7 @@ BASE = ["actor_rollout_ref.model.path=some/model", "actor_rollout_ref.rollout.na
         "actor_rollout_ref.rollout.calculate_log_probs=True"]
 ON = [f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_length=64"]
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+FSDP2 = "actor_rollout_ref.actor.strategy=fsdp2"
 # verl asks for a cluster in the middle of run_ppo: what it would start with is the answer
 SCRIPT = """
 import json, os, sys
@@ -76,8 +77,9 @@ def test_without_the_overlay_nothing_does(start):
 
 @pytest.mark.parametrize("overrides, named", [
     ([f"{SEGMENT}.enable=True", f"{SEGMENT}.segment_lenght=64"], ["segment_lenght", "segment_length?"]),
-    ([*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=version", "async_training.use_rollout_log_probs=False"],
+    ([*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=version", FSDP2, "async_training.use_rollout_log_probs=False"],
      ["use_rollout_log_probs"]),
+    ([*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=version"], ["actor.strategy=fsdp", "wanted token here"]),
 ])
 def test_a_mistake_is_one_line(start, overrides, named):
     done = start(*overrides, code=1)
@@ -86,7 +88,7 @@ def test_a_mistake_is_one_line(start, overrides, named):
 
 
 def test_the_version_anchor_asks_for_proximal_log_probs(start):
-    done = start(*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=version")
+    done = start(*ON, f"{LOSS}=pois", f"{SEGMENT}.pois.anchor=version", FSDP2)
     assert "async_training.compute_prox_log_prob: False -> True" in done.stderr
 
 
