@@ -114,6 +114,7 @@ def test_rounding_is_no_gradient(monkeypatch):
     assert not any(row["gradient"] for row in rows_of(batch))
     batch.batch["token_level_scores"][3] = 0.1
     assert all(row["gradient"] for row in rows_of(batch))
+    assert rows_of(train_batch([[1.0]], [[1.0]], [[1]]))[0]["gradient"]  # a group of one
 
 
 def test_throughput_of_a_version_is_that_of_all_its_batches(monkeypatch):

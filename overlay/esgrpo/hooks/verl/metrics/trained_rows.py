@@ -98,8 +98,9 @@ def _null_groups(summaries, scores: list[float], kept: list[bool]) -> set[str]:
     groups: dict[str, list[int]] = {}
     for index, summary in enumerate(summaries):
         groups.setdefault(summary["group"], []).append(index)
-    return {group for group, members in groups.items()
-            if is_null([{**summaries[i], "score": scores[i]} for i in members], [kept[i] for i in members])}
+    return {group for group, members in groups.items()  # of a group of one verl takes the reward for the advantage
+            if len(members) > 1 and is_null([{**summaries[i], "score": scores[i]} for i in members],
+                                            [kept[i] for i in members])}
 
 
 def metrics(rows: list[dict], last: bool = True) -> dict[str, float]:
