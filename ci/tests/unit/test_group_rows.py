@@ -117,32 +117,34 @@ def test_rounding_is_no_gradient(monkeypatch):
     assert rows_of(train_batch([[1.0]], [[1.0]], [[1]]))[0]["gradient"]  # a group of one
 
 
-def test_throughput_of_a_version_is_that_of_all_its_batches(monkeypatch):
-    """verl logs the mean of what batches bring: of 10, 10 and 130 s with 80 tokens each that were 5.5 a second."""
-    from esgrpo.hooks.verl.metrics import trained_rows
-
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(trained_rows, "time", SimpleNamespace(time=lambda: clock.now))
-    monkeypatch.setattr(trained_rows, "_started", 1000.0)
-    monkeypatch.setattr(trained_rows, "_useful", 0)
-    rows = rows_of(train_batch([[1.0]], [[1.0]], [[1]], [summary(tokens=80)]))
-    name = "esgrpo/effective_token_throughput"
-    for seconds, last in ((10, False), (10, False), (130, True)):
-        clock.now += seconds
-        found = metrics(rows, last)
-        assert (name in found) is last
-    assert found[name] == 3 * 80 / (150 * 4)
-
-
-def test_throughput_is_per_device_second(monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of the trainer's metrics, ten seconds after its last throughput."""
     from esgrpo.hooks.verl.metrics import trained_rows
 
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(trained_rows, "time", SimpleNamespace(time=lambda: clock.now))
     monkeypatch.setattr(trained_rows, "_started", 990.0)
     monkeypatch.setattr(trained_rows, "_useful", 0)
+    return clock
+
+
+THROUGHPUT = "esgrpo/effective_token_throughput"
+
+
+def test_throughput_of_a_version_is_that_of_all_its_batches(clock):
+    """verl logs the mean of what batches bring: of 10, 10 and 130 s with 80 tokens each that were 5.5 a second."""
     rows = rows_of(train_batch([[1.0]], [[1.0]], [[1]], [summary(tokens=80)]))
-    assert metrics(rows)["esgrpo/effective_token_throughput"] == 80 / (10 * 4)
-    assert metrics(rows)["esgrpo/effective_token_throughput"] == 0.0  # no time since the batch before
+    for seconds, last in ((0, False), (10, False), (130, True)):
+        clock.now += seconds
+        found = metrics(rows, last)
+        assert (THROUGHPUT in found) is last
+    assert found[THROUGHPUT] == 3 * 80 / (150 * 4)
+
+
+def test_throughput_is_per_device_second(clock):
+    rows = rows_of(train_batch([[1.0]], [[1.0]], [[1]], [summary(tokens=80)]))
+    assert metrics(rows)[THROUGHPUT] == 80 / (10 * 4)
+    assert metrics(rows)[THROUGHPUT] == 0.0  # no time since the batch before
     clock.now += 5
-    assert metrics(rows)["esgrpo/effective_token_throughput"] == 80 / (5 * 4)
+    assert metrics(rows)[THROUGHPUT] == 80 / (5 * 4)
