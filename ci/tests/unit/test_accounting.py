@@ -16,6 +16,7 @@ from esgrpo.algo.accounting import (
     Occupancy,
     Pace,
     bubble,
+    is_left_out,
     ks_distance,
     length_bias,
     lent_back,
@@ -27,12 +28,12 @@ from esgrpo.algo.accounting import (
     token_balance,
 )
 
-FATES = ("trained", "pruned", "zero_variance", "stale", "rolled_back")
+FATES = ("trained", "pruned", "rejected", "zero_variance", "stale", "rolled_back")
 
 
 def rows():
     count = st.integers(0, 10**6)
-    return st.fixed_dictionaries({"tokens": count, "reprefill": count, "pruned": st.booleans(),
+    return st.fixed_dictionaries({"tokens": count, "reprefill": count, "pruned": st.booleans(), "rejected": st.booleans(),
                                   "trained": st.booleans(), "gradient": st.booleans()})
 
 
@@ -43,15 +44,16 @@ def test_every_token_is_spent_once(batch):
     assert balance["spent"] == sum(row["tokens"] + row["reprefill"] for row in batch)
     assert balance["spent"] == sum(balance[fate] for fate in FATES) + balance["reprefill"]
     assert balance["trained"] == sum(
-        row["tokens"] for row in batch if row["trained"] and row["gradient"] and not row["pruned"])
+        row["tokens"] for row in batch if row["trained"] and row["gradient"] and not is_left_out(row))
 
 
-@pytest.mark.parametrize("pruned, trained, gradient, fate", [
-    (True, True, True, "pruned"), (True, False, False, "pruned"), (False, False, True, "stale"),
-    (False, True, False, "zero_variance"), (False, True, True, "trained"),
+@pytest.mark.parametrize("left_out, trained, gradient, fate", [
+    ("pruned", True, True, "pruned"), ("pruned", False, False, "pruned"), ("rejected", True, False, "rejected"),
+    ("", False, True, "stale"), ("", True, False, "zero_variance"), ("", True, True, "trained"),
 ])
-def test_fate_of_a_row(pruned, trained, gradient, fate):
-    row = {"tokens": 7, "reprefill": 2, "pruned": pruned, "trained": trained, "gradient": gradient}
+def test_fate_of_a_row(left_out, trained, gradient, fate):
+    row = {"tokens": 7, "reprefill": 2, "pruned": left_out == "pruned", "rejected": left_out == "rejected",
+           "trained": trained, "gradient": gradient}
     assert token_balance([row]) == {**dict.fromkeys(FATES, 0), fate: 7, "reprefill": 2, "spent": 9}
 
 

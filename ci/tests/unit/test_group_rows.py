@@ -82,14 +82,35 @@ def test_gradient_needs_an_advantage_under_the_mask():
                         [[0, 1], [0, 1], [1, 1], [0, 0]])
     rows = rows_of(batch)
     assert [row["gradient"] for row in rows] == [False, True, False, False]
-    assert [row["pruned"] for row in rows] == [False, False, False, True]
+    assert [row["rejected"] for row in rows] == [False, False, False, True]
     assert all(row["trained"] for row in rows)
     assert [row["member"] for row in rows] == [0, 1, 2, 3]
 
 
+def test_rows_that_verl_rejects_are_not_pruned():
+    """One of each by verl's own rejection sampling: its tokens became e times as likely since they were made."""
+    from verl import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    summaries = [summary(tokens=5), summary(tokens=3), summary(tokens=2, outcome="prune", treatment="masked")]
+    batch = train_batch([[1.0, 0.0]] * 3, [[1.0, 0.0]] * 3, [[1, 1], [1, 1], [0, 0]], summaries)
+    made = torch.zeros(3, 2)
+    corrected, _ = compute_rollout_correction_and_add_to_batch(
+        DataProto.from_dict({"response_mask": batch.batch["response_mask"], "rollout_log_probs": made,
+                             "old_log_probs": torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]])}),
+        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"})
+    batch.batch["response_mask"] = corrected.batch["response_mask"]
+    rows = rows_of(batch)
+    assert [(row["pruned"], row["rejected"]) for row in rows] == [(False, False), (False, True), (True, False)]
+    values = metrics(rows)
+    assert values["esgrpo/prune/rate"] == 1 / 3
+    assert (values["esgrpo/waste/pruned"], values["esgrpo/waste/rejected"]) == (2, 3)
+
+
 def test_metrics_of_a_small_batch():
     summaries = [summary(tokens=5, reprefill=7, attempts=2, spans=[[0, 3], [1, 2]], ended=20.0),
-                 summary(tokens=3), summary(tokens=2, outcome="prune", boundaries=0), summary(tokens=4)]
+                 summary(tokens=3), summary(tokens=2, outcome="prune", treatment="masked", boundaries=0),
+                 summary(tokens=4)]
     batch = train_batch([[1.0, 0.0]] * 4, [[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]],
                         [[1, 1], [1, 1], [0, 0], [1, 1]], summaries)
     values = metrics(rows_of(batch))

@@ -209,21 +209,28 @@ def sync_counts(windows: Iterable[dict]) -> dict[str, float]:
             "kv_age_mean": sum(age * count for age, count in ages) / kept if kept else 0.0}
 
 
+def is_left_out(row: Mapping) -> bool:
+    """No loss sees a row of an update: it was cut and masked, or verl rejected it."""
+    return row["pruned"] or bool(row.get("rejected"))
+
+
 def token_balance(rows: Iterable[dict]) -> dict[str, int]:
     """Tokens of finished responses by fate: spent = trained + the wastes, exactly.
 
     A row has `tokens` (decoded), `reprefill` (response tokens computed again after an interruption), `pruned`,
-    `trained` (entered an update) and `gradient` (non-zero advantage); `replaced` when its group was foreseen to have no
+    `trained` (entered an update) and `gradient` (non-zero advantage); `rejected` when verl left it out of its update; `replaced` when its group was foreseen to have no
     gradient and gave its place to another: that is zero variance, no saving; `rolled_back` when a restart threw its
     update away.
     """
-    balance = {"trained": 0, "pruned": 0, "zero_variance": 0, "stale": 0, "rolled_back": 0, "reprefill": 0}
+    balance = {"trained": 0, "pruned": 0, "rejected": 0, "zero_variance": 0, "stale": 0, "rolled_back": 0, "reprefill": 0}
     for row in rows:
         balance["reprefill"] += row["reprefill"]
         if row.get("rolled_back"):
             balance["rolled_back"] += row["tokens"]
         elif row["pruned"]:
             balance["pruned"] += row["tokens"]
+        elif row.get("rejected"):
+            balance["rejected"] += row["tokens"]
         elif not row["trained"]:
             balance["zero_variance" if row.get("replaced") else "stale"] += row["tokens"]
         else:
@@ -276,7 +283,7 @@ def in_flight(history: Sequence[tuple[float, int, int]], until: float) -> tuple[
 def mean_age(rows: Iterable[Mapping], version: int) -> float | None:
     """Weight versions between the making of a token and its training under `version`, mean of the trained tokens whose
     version is known."""
-    spans = [span for row in rows if not row["pruned"] for span in row["spans"] if span[0] >= 0]
+    spans = [span for row in rows if not is_left_out(row) for span in row["spans"] if span[0] >= 0]
     tokens = sum(count for _, count in spans)
     return sum((version - made) * count for made, count in spans) / tokens if tokens else None
 
@@ -296,7 +303,7 @@ def of_version(events: Sequence[LoopEvent]) -> LoopEvent:
 
 def mean_wait(rows: Iterable[Mapping], until: float) -> float | None:
     """Seconds from the end of a response until then, mean of the trained; at least 0, as clocks of nodes differ."""
-    waits = [max(0.0, until - row["ended"]) for row in rows if not row["pruned"]]
+    waits = [max(0.0, until - row["ended"]) for row in rows if not is_left_out(row)]
     return sum(waits) / len(waits) if waits else None
 
 
@@ -311,6 +318,7 @@ def batch_metrics(rows: Sequence[dict]) -> dict[str, float]:
         "prune/rate": sum(row["pruned"] for row in rows) / len(rows),
         "prune/cut_rate": sum(row["outcome"] == Outcome.PRUNE for row in rows) / len(rows),
         "waste/pruned": balance["pruned"],
+        "waste/rejected": balance["rejected"],
         "waste/zero_variance": balance["zero_variance"],
         "waste/reprefill": balance["reprefill"],
         "tail_ratio": tail_ratio(times),

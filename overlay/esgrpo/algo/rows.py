@@ -78,8 +78,10 @@ def _types(cls: type[Row]) -> dict[str, tuple[type, ...]]:
 
 
 def _fits(value, allowed: tuple[type, ...]) -> bool:
+    if type(value) in allowed:  # nearly all of them; a report reads tens of thousands of rows
+        return True
     if isinstance(value, bool):
-        return bool in allowed
+        return False
     number = (int in allowed and isinstance(value, numbers.Integral)) or (
         float in allowed and isinstance(value, numbers.Real))  # also those of numpy
     return number or isinstance(value, allowed)
@@ -197,6 +199,7 @@ class Trained(Response):
     correct: bool | None = None
     trained: bool = True
     pruned: bool = False
+    rejected: bool = False  # left out by verl: algorithm.rollout_correction.rollout_rs, or nothing of it is trained
     gradient: bool = False
     cut_weight: float = 1.0  # factor of its advantage: algo.treatment.CutWeights
     trained_in: int | None = None  # the start that trained it; None: the one that generated it

@@ -109,6 +109,11 @@ def is_cut(row: Mapping) -> bool:
     return row["outcome"] == Outcome.PRUNE
 
 
+def may_be_masked(row: Mapping) -> bool:
+    """A cut row whose treatment is to leave it out; `masked` says of which groups it does."""
+    return is_cut(row) and row.get("treatment") == Treatment.MASKED
+
+
 def masked(summaries: Sequence[dict | None]) -> list[bool]:
     """Which rows no loss and no group statistic may see, by `masked`. None: not a row of ours.
 
@@ -123,8 +128,7 @@ def masked(summaries: Sequence[dict | None]) -> list[bool]:
             groups.setdefault(summary["group"], []).append(index)
     result = [False] * len(summaries)
     for members in groups.values():
-        cut = [index for index in members if is_cut(summaries[index])
-               and summaries[index].get("treatment") == Treatment.MASKED]
+        cut = [index for index in members if may_be_masked(summaries[index])]
         whole = len(cut) == len(members)
         for index in cut:
             result[index] = not whole or summaries[index].get("keep_probability", 1) < 1

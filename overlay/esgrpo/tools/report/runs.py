@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from esgrpo.algo import books
-from esgrpo.algo.accounting import bubble, quantile, tail_ratio, token_balance
+from esgrpo.algo.accounting import bubble, is_left_out, quantile, tail_ratio, token_balance
 from esgrpo.algo.terms import Outcome
 from esgrpo.records import read, read_counted
 from esgrpo.tools import hook_states, run_dirs
@@ -103,7 +103,7 @@ def curves(evaluations: list[tuple[float, float]], windows: list[dict], rows: li
     return {**{name: [[round(v, DIGITS) for v in point] for point in found if name == "evaluations" or point[0] >= 0]
                for name, found in points.items()},
             "target": target, "sampled": histogram(r["tokens"] for r in rows),
-            "trained": histogram(r["tokens"] for r in rows if r["trained"] and not r["pruned"])}
+            "trained": histogram(r["tokens"] for r in rows if r["trained"] and not is_left_out(r))}
 
 
 def with_fates(run_dir: Path, since: float, until: float) -> list[dict]:
@@ -119,8 +119,8 @@ def with_fates(run_dir: Path, since: float, until: float) -> list[dict]:
         response = books.response_of(row)
         if since <= row["time"] <= until:
             fate = {"trained": False, "gradient": False, "rolled_back": response in undone}
-            update = {} if response in undone else trained.get(response, {})
-            rows.append({**row, "pruned": row["outcome"] == Outcome.PRUNE, "replaced": response in replaced, **fate,
+            update = vars(trained[response]) if response in trained and response not in undone else {}
+            rows.append({**vars(row), "pruned": row["outcome"] == Outcome.PRUNE, "replaced": response in replaced, **fate,
                          **update})
     return rows
 
@@ -155,7 +155,7 @@ def training_reward(rows: list[dict], start: float) -> list[tuple[float, float]]
     """Mean score of trained responses per bin of the time at which they were trained."""
     bins: dict[int, list[float]] = {}
     for row in rows:
-        if row["trained"] and not row["pruned"]:
+        if row["trained"] and not is_left_out(row):
             bins.setdefault(int((row["time"] - start) // BIN_S), []).append(row["score"])
     return [((number + 0.5) * BIN_S, sum(scores) / len(scores)) for number, scores in sorted(bins.items())]
 

@@ -68,6 +68,7 @@ def write(rows: list[dict]) -> None:
 def rows_of(batch) -> list[dict]:
     """One plain dict per row: what it cost, whether it was pruned, and whether it carries gradient."""
     from esgrpo import config
+    from esgrpo.algo.treatment import may_be_masked
     from esgrpo.hooks.verl.losses import weighted_rows
     from esgrpo.losses import correct_rows
 
@@ -77,11 +78,13 @@ def rows_of(batch) -> list[dict]:
     correct = correct_rows(batch.batch["token_level_scores"].sum(dim=-1), config.current().success_threshold,
                            batch.non_tensor_batch.get("acc")).tolist()
     rows, summaries = [], batch.non_tensor_batch["esgrpo"]
-    nulls = _null_groups(summaries, scores, mask.any(dim=-1).tolist())
+    kept = mask.any(dim=-1).tolist()
+    nulls = _null_groups(summaries, scores, kept)
     factors = weighted_rows.written(summaries)
     for index, summary in enumerate(summaries):
         rows.append({**summary, "score": scores[index], "correct": correct[index], "trained": True,
-                     "pruned": not bool(mask[index].any()),
+                     "pruned": not kept[index] and may_be_masked(summary),
+                     "rejected": not kept[index] and not may_be_masked(summary),
                      "gradient": gradient[index] and summary["group"] not in nulls,
                      "cut_weight": factors[index]})
     return rows
