@@ -17,24 +17,22 @@ from esgrpo.algo.accounting import (
     Pace,
     bubble,
     is_left_out,
-    ks_distance,
-    length_bias,
     lent_back,
     pace_of,
-    prune_report,
     quantile,
     replica_rates,
     sync_counts,
     token_balance,
 )
+from esgrpo.algo.pruned_rows import ks_distance, length_bias, prune_report
 
 FATES = ("trained", "pruned", "rejected", "zero_variance", "stale", "rolled_back")
 
 
 def rows():
     count = st.integers(0, 10**6)
-    return st.fixed_dictionaries({"tokens": count, "reprefill": count, "pruned": st.booleans(), "rejected": st.booleans(),
-                                  "trained": st.booleans(), "gradient": st.booleans()})
+    told = dict.fromkeys(("pruned", "rejected", "trained", "gradient"), st.booleans())
+    return st.fixed_dictionaries({"tokens": count, "reprefill": count, **told})
 
 
 @settings(derandomize=True, database=None, deadline=None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from esgrpo import cli, compat
-from esgrpo.algo import accounting, calibration, carry_over, decisions, prompt_sampling, routing
+from esgrpo.algo import accounting, calibration, carry_over, decisions, prompt_sampling, pruned_rows, routing
 from esgrpo.hooks.verl.metrics import trained_rows
 from esgrpo.tools.explain import report
 
@@ -63,8 +63,8 @@ def members() -> dict[str, set[str]]:
     return {
         "esgrpo/bubble/": set(accounting.bubble([])) - {"bubble_rate"},
         "esgrpo/sync/": set(accounting.sync_counts([])),
-        "esgrpo/prune/": set(accounting.prune_report([row])),
-        "esgrpo/length_bias/": set(accounting.length_bias([row])),
+        "esgrpo/prune/": set(pruned_rows.prune_report([row])),
+        "esgrpo/length_bias/": set(pruned_rows.length_bias([row])),
         "esgrpo/routing/": set(load.take_metrics()) | set(routing_counts()) | {"tail_replicas", "tail_share"},
         "esgrpo/carry/": {field.name for field in dataclasses.fields(carry_over.Step)} | {"partial"},
         "esgrpo/sampler/": keys_of(prompt_sampling, "metrics"),

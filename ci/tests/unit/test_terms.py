@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from esgrpo.algo.accounting import batch_metrics, length_bias
+from esgrpo.algo.accounting import batch_metrics
 from esgrpo.algo.history import came_to_its_end
+from esgrpo.algo.pruned_rows import length_bias
 from esgrpo.algo.terms import Feature, LengthClass, Outcome, Process, Rule
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -345,7 +345,7 @@ def test_a_record_says_what_became_of_the_response():
 
 
 def test_what_was_saved_is_known_without_weights_too():
-    from esgrpo.algo.accounting import prune_report
+    from esgrpo.algo.pruned_rows import prune_report
 
     spared = row(tokens=300, tokens_at_decision=100, coin=0.1, candidate=True, exempted=True, candidate_rule="resolved")
     cut = row(**CUT, treatment="failed", tokens=100, tokens_at_decision=100, coin=0.1, candidate=True, exempted=False,

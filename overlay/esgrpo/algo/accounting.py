@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from esgrpo.algo.rows import LoopEvent
-from esgrpo.algo.terms import Outcome, Treatment
+from esgrpo.algo.terms import Outcome
 
 ABORTED_KEPT = 4096  # more than run at once; most come back within seconds
 LEAST_STEPS, LEAST_SPREAD = 16, 0.1  # of a line: steps; deviation of their batch, of its mean
@@ -214,15 +214,20 @@ def is_left_out(row: Mapping) -> bool:
     return row["pruned"] or bool(row.get("rejected"))
 
 
+def tokens_of(rows: Iterable[Mapping]) -> int:
+    """Tokens of an update that a loss sees."""
+    return sum(row["tokens"] for row in rows if not is_left_out(row))
+
+
 def token_balance(rows: Iterable[dict]) -> dict[str, int]:
     """Tokens of finished responses by fate: spent = trained + the wastes, exactly.
 
     A row has `tokens` (decoded), `reprefill` (response tokens computed again after an interruption), `pruned`,
-    `trained` (entered an update) and `gradient` (non-zero advantage); `rejected` when verl left it out of its update; `replaced` when its group was foreseen to have no
-    gradient and gave its place to another: that is zero variance, no saving; `rolled_back` when a restart threw its
-    update away.
+    `trained` (entered an update) and `gradient` (non-zero advantage); `rejected` when verl left it out of its update;
+    `replaced` when its group was foreseen to have no gradient and gave its place to another: that is zero variance, no
+    saving; `rolled_back` when a restart threw its update away.
     """
-    balance = {"trained": 0, "pruned": 0, "rejected": 0, "zero_variance": 0, "stale": 0, "rolled_back": 0, "reprefill": 0}
+    balance = dict.fromkeys(("trained", "pruned", "rejected", "zero_variance", "stale", "rolled_back", "reprefill"), 0)
     for row in rows:
         balance["reprefill"] += row["reprefill"]
         if row.get("rolled_back"):
@@ -326,82 +331,4 @@ def batch_metrics(rows: Sequence[dict]) -> dict[str, float]:
         "version_span/max": max(spans),
         "partial_rate": sum(row["attempts"] > 1 for row in rows) / len(rows),
         "boundaries/mean": sum(row["boundaries"] for row in rows) / len(rows),
-    }
-
-
-def ks_distance(sample: Iterable[tuple[float, float]], other: Iterable[tuple[float, float]]) -> float:
-    """Kolmogorov-Smirnov distance of two weighted samples of (value, weight >= 0); 0 when one has no weight."""
-    steps: dict[float, list[float]] = {}
-    for side, pairs in enumerate((sample, other)):
-        for value, weight in pairs:
-            steps.setdefault(value, [0.0, 0.0])[side] += weight
-    totals = [sum(step[side] for step in steps.values()) for side in (0, 1)]
-    if min(totals, default=0.0) <= 0:
-        return 0.0
-    below, distance = [0.0, 0.0], 0.0
-    for value in sorted(steps):
-        below = [below[side] + steps[value][side] / totals[side] for side in (0, 1)]
-        distance = max(distance, abs(below[0] - below[1]))
-    return distance
-
-
-def _is_pruned(row: dict) -> bool:
-    return row["outcome"] == Outcome.PRUNE
-
-
-def _is_trained(row: dict) -> bool:
-    """Not cut, or trained as far as it came. Lines of older releases say nothing: those were masked."""
-    return not _is_pruned(row) or (row.get("treatment") or Treatment.MASKED) != Treatment.MASKED
-
-
-def _coin(row: dict) -> float:
-    coin = row.get("coin")
-    return row["keep_probability"] if coin is None else coin
-
-
-def length_bias(rows: Iterable[dict]) -> dict[str, float]:
-    """Per rule: KS distance of the lengths that are trained and those that were sampled, the rule acting alone.
-
-    Trained: every row that is, once, and one that was cut at the length to which it came. Sampled, for a rule with a
-    coin: the rows that ended by themselves weighted 1 / pi, which estimates the lengths of complete groups; for a rule
-    without one: all rows, a cut one as far as it came, so that the distance is a lower bound.
-    """
-    rows = list(rows)
-    rules = sorted({row["rule"] for row in rows if _is_pruned(row)} | {row["candidate_rule"] for row in rows} - {""})
-    result = {}
-    for rule in rules:
-        mine = [row for row in rows if not _is_pruned(row) or row["rule"] == rule]
-        trained = [(row["tokens"], 1.0) for row in mine if _is_trained(row)]
-        sampled = [(row["tokens"], 1 / _coin(row) if row["candidate_rule"] == rule else 1.0)
-                   for row in mine if not _is_pruned(row) or _coin(row) >= 1]
-        result[rule] = ks_distance(trained, sampled)
-    return result
-
-
-def prune_report(rows: Iterable[dict]) -> dict[str, float]:
-    """What audited pruning did to responses that ended; counts, tokens, and what it costs.
-
-    tokens_saved: sum over kept tossed rows of (1 / pi - 1) * (tokens after the decision): its expectation is that of
-    the tokens that pruned rows would still have made. variance_inflation: N * sum w^2 / (sum w)^2 over rows that no
-    sample rule removed (w = 0 for masked ones, 1 where the treatment weighs no rows): Kish's factor by which the
-    variance of a weighted mean exceeds that over complete groups, were lengths and rewards independent of pruning.
-    false_rate and its bound are those of the latest reports: the mean over reports by outcomes, and the worst.
-    """
-    rows = list(rows)
-    tossed = [row for row in rows if _coin(row) < 1]
-    saved = sum((1 / _coin(row) - 1) * (row["tokens"] - row["tokens_at_decision"])
-                for row in tossed if not _is_pruned(row))
-    counted = [row for row in rows if _is_trained(row) or row["keep_probability"] < 1]
-    weights = [0.0 if not _is_trained(row) else 1.0 if row.get("treatment") == Treatment.DOUBLY_ROBUST
-               else 1 / row["keep_probability"] for row in counted]
-    total = sum(weights)
-    reports = [row["audit"] for row in rows if "audit" in row]
-    outcomes = sum(report["outcomes"] for report in reports)
-    return {
-        "candidates": sum(row["candidate"] for row in rows),
-        "exempted": sum(row["exempted"] for row in rows),
-        "tokens_saved": saved,
-        "variance_inflation": len(weights) * sum(w * w for w in weights) / total**2 if total else 1.0,
-        **({"false_rate": sum(r["false_rate"] * r["outcomes"] for r in reports) / max(1, outcomes),
-            "false_rate_bound": max(r["false_rate_bound"] for r in reports)} if reports else {}),
     }

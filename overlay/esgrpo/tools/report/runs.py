@@ -120,8 +120,8 @@ def with_fates(run_dir: Path, since: float, until: float) -> list[dict]:
         if since <= row["time"] <= until:
             fate = {"trained": False, "gradient": False, "rolled_back": response in undone}
             update = vars(trained[response]) if response in trained and response not in undone else {}
-            rows.append({**vars(row), "pruned": row["outcome"] == Outcome.PRUNE, "replaced": response in replaced, **fate,
-                         **update})
+            rows.append({**vars(row), "pruned": row["outcome"] == Outcome.PRUNE, "replaced": response in replaced,
+                         **fate, **update})
     return rows
 
 

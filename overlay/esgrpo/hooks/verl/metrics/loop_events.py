@@ -76,7 +76,7 @@ def of_v1(trainer, rows: list[Mapping], timing: Mapping[str, float], metrics: Ma
     once = getattr(trainer, "parameter_sync_step", 1) == 1  # else nobody knows when each batch was taken
     event = LoopEvent(
         side="train", version=trainer.global_steps, start=start, seconds=now - start, spent=spent,
-        groups=len({row["group"] for row in rows}), tokens=sum(row["tokens"] for row in rows if not accounting.is_left_out(row)),
+        groups=len({row["group"] for row in rows}), tokens=accounting.tokens_of(rows),
         age=accounting.mean_age(rows, trainer.global_steps - 1),
         queued_s=accounting.mean_wait(rows, start + spent["wait"]) if once else None, **_signals(metrics),
         **utilisation.of_node())
@@ -134,7 +134,7 @@ def of_trainer(trainer) -> None:
         "validation": now - start - timing.get("step", now - start) - timing.get("save_checkpoint", 0.0)}, "other")
     event = LoopEvent(
         side="train", version=trainer.current_param_version, start=start, seconds=now - start, spent=spent,
-        groups=trainer.required_samples, tokens=sum(row["tokens"] for row in _trained if not accounting.is_left_out(row)),
+        groups=trainer.required_samples, tokens=accounting.tokens_of(_trained),
         age=accounting.mean_age(_trained, trainer.current_param_version - synced),
         queued_s=accounting.mean_wait(_trained, start + spent["wait"]), **_signals(metrics),
         **utilisation.of_node())

@@ -35,7 +35,7 @@ def take(owner, trained: list[dict] | None = None) -> dict[str, float]:
 
 def of(rows: list[dict]) -> dict[str, float]:
     """Report of the audit and length bias of every rule, from summaries of whole groups."""
-    from esgrpo.algo.accounting import length_bias, prune_report
+    from esgrpo.algo.pruned_rows import length_bias, prune_report
 
     return {**{f"{PREFIX}prune/{name}": value for name, value in prune_report(rows).items()},
             **{f"{PREFIX}length_bias/{rule}": value for rule, value in length_bias(rows).items()}}
