@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from esgrpo import cli
-from esgrpo.tools import language
-from esgrpo.tools.doctor import logs, source
+from esgrpo.tools import language, log_source
+from esgrpo.tools.doctor import logs
 
 _spec = importlib.util.spec_from_file_location("corpus", Path(__file__).with_name("corpus.py"))
 corpus = sys.modules.setdefault("corpus", importlib.util.module_from_spec(_spec))
@@ -97,11 +97,11 @@ def test_every_state_has_its_exit_code(data, state, code, tmp_path, capsys):
 def test_a_disk_that_fails_in_the_middle_of_a_log(monkeypatch):
     class Failing(io.BytesIO):
         def readinto(self, buffer):
-            if self.tell() >= source.SAMPLE:
+            if self.tell() >= log_source.SAMPLE:
                 raise OSError(5, "Input/output error")
-            return super().readinto(memoryview(buffer)[:source.SAMPLE])
+            return super().readinto(memoryview(buffer)[:log_source.SAMPLE])
 
-    monkeypatch.setattr(source, "opened", lambda name: Failing(b"step:1\n" * 30_000))
+    monkeypatch.setattr(log_source, "opened", lambda *_: Failing(b"step:1\n" * 30_000))
     answer = logs.read_file("run.log")
     assert answer.state == "unfinished" and answer.lines > 1000 and "Input/output" in logs.render(answer)
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import gzip
 import re
 import string
 from pathlib import Path
@@ -216,6 +217,13 @@ def statistics(**changed) -> str:
     return text
 
 
+def v1_steps(waits, starved=None) -> str:
+    """The log of a v1 trainer whose steps last 10 s."""
+    told = "" if starved is None else f" - esgrpo/bubble/paused:0.0 - esgrpo/bubble/starved:{starved}"
+    return "\n".join(f"step:{number} - timing_s/gen:{wait} - timing_s/step:10.0 - "
+                     f"training/off_policy/trajectory_staleness/mean:1.0{told}" for number, wait in enumerate(waits))
+
+
 @pytest.mark.parametrize("text, verdict", [
     (statistics(queued=64), "the trainer is the bottleneck: 64 finished prompts wait"),
     (statistics(stale=307), "the trainer is the bottleneck: 2 finished prompts wait, one step takes 64, and rollout is "
@@ -228,6 +236,12 @@ def statistics(**changed) -> str:
     ('{"step": 1, "data": {"fully_async/trainer/idle_ratio": 0.1, "fully_async/rollouter/idle_ratio": 0.15}}',
      "neither side is the bottleneck"),
     ("step:3 - esgrpo/tail_ratio:2.5", "cannot be told"),
+    (v1_steps(waits=(0.0, 9.0, 0.0)), "rollout is the bottleneck: the trainer waits 30% of its steps for samples (how"),
+    (v1_steps(waits=(0.0, 0.6, 0.0)), "the trainer is the bottleneck: the trainer waits 2% of its steps for samples"),
+    (v1_steps(waits=(0.0, 0.6, 0.0), starved=0.4),
+     "the trainer is the bottleneck: the trainer waits 2% of its steps for samples, replicas have nothing to run 40% of"),
+    (v1_steps(waits=(0.0, 9.0, 0.0), starved=0.4), "neither side is the bottleneck"),
+    (v1_steps(waits=(0.0, 9.0, 9.0), starved=0.1), "rollout is the bottleneck: the trainer waits 60%"),
 ])
 def test_verdicts(text, verdict):
     assert report.of_log(text)[0][-1].startswith(f"verdict: {verdict}")
@@ -241,5 +255,11 @@ def test_the_command_line(capsys, tmp_path):
     assert cli.main(["explain"]) == 0 and "esgrpo/tail_ratio" in capsys.readouterr().out
     assert cli.main(["explain", "mq_quue_size"]) == 2 and "did you mean" in capsys.readouterr().err
     assert cli.main(["explain", "--log", str(tmp_path / "none")]) == 2
+    (tmp_path / "run.log.gz").write_bytes(gzip.compress(NOTES.encode()))
+    assert cli.main(["explain", "--log", str(tmp_path / "run.log.gz")]) == 0
+    assert "verdict: rollout is the bottleneck" in capsys.readouterr().out
+    (tmp_path / "run.zip").write_bytes(b"PK\x03\x04" + bytes(99))
+    assert cli.main(["explain", "--log", str(tmp_path / "run.zip")]) == 2
+    assert "run.zip: zip | " in capsys.readouterr().err
     (tmp_path / "other.log").write_text("hello\n")
     assert cli.main(["explain", "--log", str(tmp_path / "other.log")]) == 2

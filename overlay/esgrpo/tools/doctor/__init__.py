@@ -4,7 +4,6 @@ environment.py  what is found here: parsers over injected readers, so that a fak
 checks.py       rules: facts -> findings with a fix each
 logs.py         a training log -> the known failure in it; signatures.toml has them as data
 signs.py        what a log says of a failure that is not known: exceptions, suspicious lines, how it ends
-source.py       a file, packed or not, in any encoding -> the lines of a log
 texts.toml      what all of these say, in both languages
 stacks.toml     the Ascend stacks that upstream documents, and how to install them
 

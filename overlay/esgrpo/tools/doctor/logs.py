@@ -14,8 +14,8 @@ from pathlib import Path
 
 from esgrpo import compat
 from esgrpo.errors import EsgrpoError, plain
-from esgrpo.tools import language
-from esgrpo.tools.doctor import signs, source
+from esgrpo.tools import language, log_source
+from esgrpo.tools.doctor import signs
 
 try:  # the parser of regular expressions moved in Python 3.11; only their literal parts are asked for
     from re import _parser as regex_parser
@@ -300,10 +300,10 @@ def read(lines: Iterable[str]) -> Answer:
 
 def read_file(name: str) -> Answer:
     """A file, plain or packed, or standard input as "-". Raises EsgrpoError when it cannot be opened."""
-    with source.opened(name) as raw:
+    with log_source.opened(name, "doctor --log") as raw:
         try:
-            opened = source.Source(raw)
-        except source.Unreadable as error:
+            opened = log_source.Source(raw)
+        except log_source.Unreadable as error:
             return Answer(problem=str(error))
         answer = read(opened)
         return replace(answer, packed=opened.packed, problem=opened.cut)

@@ -8,12 +8,11 @@ import json
 import math
 import re
 import statistics
-import sys
 from pathlib import Path
 
 from esgrpo import compat
 from esgrpo.errors import EsgrpoError, show
-from esgrpo.tools import language
+from esgrpo.tools import language, log_source
 
 FILES = tuple(Path(__file__).with_name(name) for name in ("metrics.toml", "verl.toml"))
 TEXTS, SYNONYMS = (Path(__file__).with_name(name) for name in ("texts.toml", "synonyms.toml"))
@@ -28,6 +27,9 @@ UNTOLD = frozenset(("the", "too", "why", "how", "does", "do", "is", "are", "of",
 LATEST = 10  # values that a verdict rests on
 APART = 0.1  # idle ratios that differ by less are equal
 SLOTS_A_REPLICA = 16  # verl's default concurrency
+V1 = "training/off_policy/trajectory_staleness/mean"  # a metric that only v1 trainers have
+V1_WAITS = ("timing_s/gen", "timing_s/switch_wait")  # of a step, the trainer for samples
+IDLE = ("esgrpo/bubble/paused", "esgrpo/bubble/starved")  # of a replica, with nothing that it may run
 _NUMBER = r"(?:np\.\w+\()?(-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|nan|inf))(?!\.?\w)"  # no version, no address
 _PRINTED = re.compile(rf"'([a-z_]+(?:/[\w.-]+)+)': {_NUMBER}")  # a dict printed by the rollouter
 _LOGGED = re.compile(rf"(?:^|\s)([A-Za-z_]\w*(?:/[\w.@-]+)+):{_NUMBER}")  # step:3 - actor/entropy:0.1 - ...
@@ -212,6 +214,8 @@ def bottleneck(values: dict[str, list[float]]) -> str:
         side = ("rollout_slow" if trainer > rollouter + APART else
                 "trainer_slow" if rollouter > trainer + APART else "neither")
         return said(side, waits=said("waits", trainer=trainer, rollouter=rollouter))
+    if V1 in values and any(values.get("timing_s/step", ())[-LATEST:]):
+        return _of_v1(values)
     queued, required = middle("monitor/queue/mq_queue_size"), middle("static/required_samples")
     active, slots = middle("monitor/active_tasks_size"), middle("static/max_concurrent_samples")
     stale, most = middle("count/staleness_samples"), middle("static/max_required_samples")
@@ -224,6 +228,19 @@ def bottleneck(values: dict[str, list[float]]) -> str:
     if active >= slots:
         return said("rollout_slow", waits=said("slots_busy", slots=slots, queued=queued, required=required))
     return said("slots_free", active=active, slots=slots, queued=queued, required=required)
+
+
+def _of_v1(values: dict[str, list[float]]) -> str:
+    """The same of a v1 trainer, which waits in some steps and not in others; of rollout the overlay knows."""
+    def latest(*names: str) -> float:
+        return sum(sum(values.get(name, ())[-LATEST:]) for name in names)
+
+    trainer = latest(*V1_WAITS) / latest("timing_s/step")
+    if not any(name in values for name in IDLE):
+        return said("rollout_slow" if trainer > APART else "trainer_slow", waits=said("v1_waits", trainer=trainer))
+    idle = latest(*IDLE) / max(len(values.get(name, ())[-LATEST:]) for name in IDLE)
+    side = "rollout_slow" if trainer > idle + APART else "trainer_slow" if idle > trainer + APART else "neither"
+    return said(side, waits=said("v1_both", trainer=trainer, idle=idle))
 
 
 def _entry(pattern: str, entry: dict) -> str:
@@ -264,11 +281,12 @@ def main(arguments) -> int:
         entries = load()
         show("\n\n".join(_entry(pattern, entries[pattern]) for pattern in chosen(arguments.metric)))
         return 0
-    try:
-        text = sys.stdin.read() if arguments.log == "-" else Path(arguments.log).read_text(errors="replace")
-    except OSError as error:
-        raise EsgrpoError("explain --log", f"{arguments.log}: {error.strerror}", "a log", "nothing was read",
-                          "correct the path") from None
+    with log_source.opened(arguments.log, "explain --log") as raw:
+        try:
+            text = "".join(log_source.Source(raw))
+        except log_source.Unreadable as error:
+            raise EsgrpoError("explain --log", f"{arguments.log}: {error}", said("a_log"), said("nothing"),
+                              said("unpack")) from None
     lines, holds = of_log(text, arguments.metric)
     show("\n".join(lines))
     return 0 if holds else 1

@@ -90,10 +90,10 @@ def _encoding(head: bytes) -> str:
     return "utf-8"
 
 
-def opened(name: str) -> BinaryIO:
-    """A file, or standard input as "-". Raises EsgrpoError when it cannot be opened."""
+def opened(name: str, who: str) -> BinaryIO:
+    """A file, or standard input as "-". Raises EsgrpoError of the command `who` when it cannot be opened."""
     try:
         return sys.stdin.buffer if name == "-" else open(name, "rb")
     except OSError as error:
-        raise EsgrpoError("doctor --log", f"{name}: {error.strerror}", "a log file", "nothing was looked at",
+        raise EsgrpoError(who, f"{name}: {error.strerror}", "a log file", "nothing was read",
                           "give the file, or - for standard input") from None
