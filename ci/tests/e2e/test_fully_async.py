@@ -207,11 +207,18 @@ def test_verdicts_were_looked_for_and_say_what_their_gate_did(run):
     assert module.on and module.decided == len(cut) and module.reason
 
 
-def test_nothing_is_left_running_and_status_reads_the_run(run):
-    result = subprocess.run([sys.executable, "-m", "esgrpo", "status", str(run)], capture_output=True, text=True,
-                            env={**os.environ, "PYTHONPATH": str(ROOT / "overlay")})
-    assert result.returncode == 0 and "engine-core" in result.stdout
-    assert "segment-scheduler" in result.stdout
+def test_nothing_is_left_running_and_our_commands_read_the_run(run):
+    def said(*arguments: str) -> str:
+        result = subprocess.run([sys.executable, "-m", "esgrpo", *arguments], capture_output=True, text=True,
+                                env={**os.environ, "PYTHONPATH": str(ROOT / "overlay"), "LC_ALL": "C.UTF-8"})
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    status = said("status", str(run))
+    assert "engine-core" in status and "segment-scheduler" in status
+    frame = said("top", str(run), "--once")
+    assert "tokens/s" in frame and all(f"{part} " in frame for part in ("wait", "train", "checkpoint", "validation"))
+    assert "verdict: " in said("explain", "--log", str(run / "log.txt"))
 
 
 SCORES_BEFORE_FAILURE = 200  # six mini-batches and what may be in flight: several updates have happened by then
