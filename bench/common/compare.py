@@ -196,12 +196,13 @@ def first_rewards(responses: Sequence[Mapping]) -> dict[str, float]:
 def on_same_prompts(rewards: Mapping[str, float], base: Mapping[str, float]) -> tuple[float, float] | None:
     """Reward less that of `base` (both of first_rewards), mean over the prompts that both had and its standard error.
 
-    Of those prompts the later half in `base`'s order counts: before anything was learned there is nothing to compare.
-    Paired, a few hundred prompts tell 0.03 apart, for which held-out evaluations would need several times as many.
-    None below two prompts.
+    Of those prompts count the ones in the later half of both orders: before anything was learned there is nothing to
+    compare, and what a sampler took early is not compared with what came late. Paired, a few hundred prompts tell 0.03
+    apart, for which held-out evaluations would need several times as many. None below two prompts.
     """
-    both = [prompt for prompt in base if prompt in rewards]
-    less = [rewards[prompt] - base[prompt] for prompt in both[len(both) // 2:]]
+    orders = [[prompt for prompt in arm if prompt in rewards and prompt in base] for arm in (base, rewards)]
+    late = [set(order[len(order) // 2:]) for order in orders]
+    less = [rewards[prompt] - base[prompt] for prompt in late[0] & late[1]]
     return (statistics.mean(less), statistics.stdev(less) / len(less) ** 0.5) if len(less) > 1 else None
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -98,9 +99,21 @@ def test_arms_are_compared_on_the_prompts_that_both_had():
         + group("s", "5", 6.0, 1.0)  # the end of the run cut it short: its quick member alone is there
     assert compare.first_rewards(rows) == {"p": 0.0, "q": 0.5}  # as they began, first whole groups, scored
     plain = {"a": 1.0, "only plain": 1.0, "b": 0.5, "c": 0.0, "d": 0.25}
-    mean, error = compare.on_same_prompts({"d": 0.75, "only this": 1.0, "c": 0.25, "b": 0.0, "a": 0.0}, plain)
-    assert mean == pytest.approx((0.25 + 0.5) / 2) and error == pytest.approx(0.125)  # c and d, plain's later ones
+    mean, error = compare.on_same_prompts({"a": 0.0, "b": 0.0, "only this": 1.0, "d": 0.75, "c": 0.25}, plain)
+    assert mean == pytest.approx((0.25 + 0.5) / 2) and error == pytest.approx(0.125)  # c and d, the later ones of both
     assert compare.on_same_prompts({"a": 1.0, "b": 1.0}, plain) is None and compare.on_same_prompts({}, {}) is None
+
+
+def test_an_order_of_its_own_is_not_taken_for_a_difference():
+    """Two arms that learn alike, one of which takes the prompts as a sampler chooses."""
+    names, shuffled = list(range(400)), random.Random(3)
+    plain = {prompt: place / 400 for place, prompt in enumerate(names)}
+    shuffled.shuffle(names)
+    sampled = {prompt: place / 400 for place, prompt in enumerate(names)}
+    mean, error = compare.on_same_prompts(sampled, plain)
+    assert abs(mean) < 2 * error < 0.05
+    late = list(plain)[200:]  # negative control: those that came late in one of them alone
+    assert sum(sampled[prompt] - plain[prompt] for prompt in late) / 200 < -0.2
 
 
 def test_what_came_out_right_and_how_many_of_the_spared_candidates_whether_trained_or_left_out():

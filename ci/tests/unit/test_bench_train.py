@@ -232,8 +232,7 @@ def test_equal_samples_are_those_of_the_slowest_arm():
 def test_rewards_on_the_same_prompts_are_measures_and_stay_out_of_a_record(tmp_path, monkeypatch):
     found = {"C loops": {1: {"steps": 3}, 2: {}}, "plain": {1: {}}}
     rewards = {"plain": {1: {"a": 0.0, "b": 0.5, "c": 0.0, "d": 0.5}},
-               "C loops": {1: {"d": 1.0, "c": 0.25}, 2: {"a": 0.0}}}
-    rewards["C loops"][1] |= {"a": 0.0, "b": 0.5}
+               "C loops": {1: {"a": 0.0, "b": 0.5, "d": 1.0, "c": 0.25}, 2: {"a": 0.0}}}
     at = "reward on later prompts, less that of plain on the same"
     told = training.with_same_prompts(found, rewards)
     assert told == {"C loops": {1: {"steps": 3, at: 0.375, f"{at}, standard error": pytest.approx(0.125)}, 2: {}},
