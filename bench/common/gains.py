@@ -23,6 +23,7 @@ WITH_TEXT = "train_h200.json"  # before there were token outputs
 # two H200s a run, 33 M parameters, staleness 2.0, token_outputs on in the overlay's arm
 TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
 CPU = ("ablation_search.json", "ablation_chain.json")
+V1_CPU, V1_SLOW = "train_cpu_v1.json", "train_cpu_v1_slow_engine.json"  # separate_async; engine steps 15 ms longer
 SAMPLER_CPU = "ablation_sampler.json"  # the sampler alone, as it chooses now; the ablations are of an earlier one
 # records of overlap control: names of its fixed settings; the second without learning, the third of a later controller
 OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json", "overlap_cpu_third_seed.json"),
@@ -259,6 +260,13 @@ def _pretrained() -> dict[str, str]:
             "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
 
 
+def _v1() -> dict[str, str]:
+    """v1's separate_async on a CPU, everything on against plain: effective tokens/s, groups with a gradient."""
+    return {f"{name}_{count}": spread(pair.ratio(key) for pair in training_pairs((record,), "plain", "all"))
+            for name, record in (("v1", V1_CPU), ("v1_slow", V1_SLOW))
+            for count, key in (("effective", "effective tokens/s"), ("useful", USEFUL))}
+
+
 def _texts() -> dict:
     return compat.toml(Path(__file__).with_suffix(".toml"))
 
@@ -290,7 +298,7 @@ def numbers() -> dict[str, str]:
         "async_runs": str(len(_against("verl", ASYNC))),
         "april_stale": _stale("april", CARRIED), "april_stale_ours": _stale("es-grpo", CARRIED),
         "simulated": _range(math_), "code": _range(code), **_kept(), **_longer(), **_syncs(), **_verdicts(),
-        **_pretrained(), **_seven_b(),
+        **_pretrained(), **_seven_b(), **_v1(),
     }
 
 
