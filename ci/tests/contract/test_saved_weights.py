@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ci.tests.contract import patch_tree, patched
 from esgrpo.call import wrapped
 from esgrpo.hooks.verl.fixes import saved_weights
+from esgrpo.hooks.verl.v0_7_0 import saved_weights as of_0_7_0
 
 pytestmark = pytest.mark.slow
 
@@ -37,12 +39,21 @@ def train(model, offloaded: bool) -> None:
             model.weight.add_(1.0)
 
 
-@pytest.mark.hook("saved-weights-are-a-copy")
+@pytest.fixture(params=[pytest.param((hook, release), marks=pytest.mark.hook(hook.HOOK.slug), id=release)
+                        for hook, release in ((saved_weights, "0.9.1"), (of_0_7_0, "0.7.0"))])
+def of_release(request):
+    """The hook, and the module with verl's functions."""
+    hook, release = request.param
+    if release == "0.9.1":
+        return hook, pytest.importorskip("verl.utils.fsdp_utils")
+    return hook, patched.load(patch_tree.source(release) / "recipe/fully_async_policy/fsdp2_utils.py", "fsdp2", {})
+
+
 @pytest.mark.parametrize("offloaded", [True, False])
 @pytest.mark.parametrize("hooked", [True, False])
-def test_going_back_to_a_version_undoes_nothing(model, hooked, offloaded):
-    fsdp = pytest.importorskip("verl.utils.fsdp_utils")
-    save = wrapped(saved_weights, fsdp.fsdp2_sharded_save_to_cpu) if hooked else fsdp.fsdp2_sharded_save_to_cpu
+def test_going_back_to_a_version_undoes_nothing(of_release, model, hooked, offloaded):
+    hook, fsdp = of_release
+    save = wrapped(hook, fsdp.fsdp2_sharded_save_to_cpu) if hooked else fsdp.fsdp2_sharded_save_to_cpu
     version = save(model)
     train(model, offloaded)
     now = save(model)

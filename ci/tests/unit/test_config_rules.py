@@ -113,7 +113,7 @@ def test_where_the_log_probs_of_a_version_are_not_to_be_had_the_token_stays_with
 
 @pytest.mark.parametrize("actor, lost", [
     ({"strategy": "fsdp"}, "actor.strategy=fsdp"),
-    ({"strategy": "fsdp2", "fsdp_config": {"param_offload": True}}, "actor.fsdp_config.param_offload=True"),
+    ({"strategy": "fsdp2", "fsdp_config": {"param_offload": True}}, ""),
     ({"strategy": "megatron", "megatron": {"param_offload": True}}, "actor.megatron.param_offload=True"),
     ({"strategy": "megatron", "megatron": {"param_offload": False}}, ""), ({"strategy": "fsdp2"}, "")])
 def test_weights_that_verl_0_7_0_cannot_keep_are_no_anchor(actor, lost):

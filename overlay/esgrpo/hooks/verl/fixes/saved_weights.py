@@ -13,7 +13,7 @@ HOOK = Hook(
         "version for old log-probs, and returns. Where they are on the host (FSDP2 with param_offload=True, a CPU) its "
         "copy is overwritten when it goes back: the updates since the version are undone",
     remove_when="fsdp2_sharded_save_to_cpu clones",
-    without=(("==0.7.0", "the recipe has a function of its own; pois.anchor=version is refused where it matters"),),
+    without=(("==0.7.0", "the recipe has a function of its own (partial-saved-weights-are-a-copy)"),),
 )
 
 

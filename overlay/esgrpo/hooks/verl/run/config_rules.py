@@ -248,15 +248,14 @@ def _cannot_go_back(config) -> str:
     """Why the recipe of verl 0.7.0 has not the log-probs of the version for a later step of it; "" where it has.
 
     It keeps the version's weights with save_model_to_cpu while the actor may be offloaded: megatron's copy of offloaded
-    buffers is empty, FSDP2's is the weights themselves, which restoring then overwrites; of FSDP1 it makes none.
+    buffers is empty, of FSDP1 it makes none. FSDP2's is cured (v0_7_0/saved_weights.py).
     """
     actor = config.actor_rollout_ref.actor
     strategy = actor.get("strategy")
-    section = "megatron" if strategy == "megatron" else "fsdp_config"
     if strategy == "fsdp":
         return "actor.strategy=fsdp: verl 0.7.0 keeps the version's weights of FSDP2 and megatron alone"
-    if (actor.get(section) or {}).get("param_offload"):
-        return f"actor.{section}.param_offload=True: verl 0.7.0 cannot keep a version's weights that are offloaded"
+    if strategy == "megatron" and (actor.get("megatron") or {}).get("param_offload"):
+        return "actor.megatron.param_offload=True: verl 0.7.0 cannot keep a version's weights that are offloaded"
     return ""
 
 
