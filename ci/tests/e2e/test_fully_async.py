@@ -217,7 +217,7 @@ def test_nothing_is_left_running_and_our_commands_read_the_run(run):
     status = said("status", str(run))
     assert "engine-core" in status and "segment-scheduler" in status
     frame = said("top", str(run), "--once")
-    assert "tokens/s" in frame and all(f"{part} " in frame for part in ("wait", "train", "checkpoint", "validation"))
+    assert "tokens/s" in frame and all(f"{part} " in frame for part in ("trainer", "wait", "train", "sync"))
     assert "verdict: " in said("explain", "--log", str(run / "log.txt"))
 
 

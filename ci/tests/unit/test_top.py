@@ -50,7 +50,7 @@ def rollout(version: int, idle: float = 2.5) -> rows.LoopEvent:
 
 def train(version: int, loss: float) -> rows.LoopEvent:
     return rows.LoopEvent(side="train", version=version, start=START, seconds=10.0, groups=4, tokens=900, age=1.5,
-                          spent={"wait": 6.0, "sync": 1.0, "train": 3.0, "checkpoint": 0.0, "validation": 0.0,
+                          spent={"wait": 6.0, "sync": 1.0, "train": 2.5, "checkpoint": 0.3, "validation": 0.2,
                                  "other": 0.0}, queued_s=7.5, loss=loss)
 
 

@@ -177,7 +177,9 @@ def times(loop: Loop, width: int) -> Group | None:
     for side in sides:
         for recent in (False, True):
             shares = loop.spent(side, recent)
-            legend = "  ".join(f"{_part(name)} {percent(share)}" for name, share in shares.items())
+            # without those of nothing: beside the other column there is no room for six
+            legend = "  ".join(f"{_part(name)} {percent(share)}" for name, share in shares.items()
+                               if percent(share) != percent(0))
             grid.add_row("" if recent else said(side), _bar(shares, width), Text(legend, no_wrap=True))
     return _titled("spent", grid, count=max(map(loop.versions, sides)))
 
