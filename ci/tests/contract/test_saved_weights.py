@@ -39,20 +39,8 @@ def train(model, offloaded: bool) -> None:
             model.weight.add_(1.0)
 
 
-@pytest.fixture(params=[pytest.param((hook, release), marks=pytest.mark.hook(hook.HOOK.slug), id=release)
-                        for hook, release in ((saved_weights, "0.9.1"), (of_0_7_0, "0.7.0"))])
-def of_release(request):
-    """The hook, and the module with verl's functions."""
-    hook, release = request.param
-    if release == "0.9.1":
-        return hook, pytest.importorskip("verl.utils.fsdp_utils")
-    return hook, patched.load(patch_tree.source(release) / "recipe/fully_async_policy/fsdp2_utils.py", "fsdp2", {})
-
-
-@pytest.mark.parametrize("offloaded", [True, False])
-@pytest.mark.parametrize("hooked", [True, False])
-def test_going_back_to_a_version_undoes_nothing(of_release, model, hooked, offloaded):
-    hook, fsdp = of_release
+def go_back_and_return(hook, fsdp, model, hooked: bool, offloaded: bool) -> None:
+    """By `fsdp`, the module with verl's functions."""
     save = wrapped(hook, fsdp.fsdp2_sharded_save_to_cpu) if hooked else fsdp.fsdp2_sharded_save_to_cpu
     version = save(model)
     train(model, offloaded)
@@ -67,3 +55,18 @@ def test_going_back_to_a_version_undoes_nothing(of_release, model, hooked, offlo
         assert (during, after) == ([[0.0, 0.0]], [[0.0, 0.0]])
     else:  # and on a CPU nobody goes back
         assert (during, after) == ([[1.0, 1.0]], [[1.0, 1.0]])
+
+
+@pytest.mark.hook("saved-weights-are-a-copy")
+@pytest.mark.parametrize("offloaded", [True, False])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_going_back_to_a_version_undoes_nothing(model, hooked, offloaded):
+    go_back_and_return(saved_weights, pytest.importorskip("verl.utils.fsdp_utils"), model, hooked, offloaded)
+
+
+@pytest.mark.hook("partial-saved-weights-are-a-copy")
+@pytest.mark.parametrize("offloaded", [True, False])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_going_back_undoes_nothing_in_the_recipe_of_0_7_0(model, hooked, offloaded):
+    recipe = patched.load(patch_tree.source("0.7.0") / "recipe/fully_async_policy/fsdp2_utils.py", "fsdp2_utils", {})
+    go_back_and_return(of_0_7_0, recipe, model, hooked, offloaded)
