@@ -57,6 +57,8 @@ FRESH_PROMPTS = "train_h100_smollm2_chain_sum.json"
 # and with the group filter, eight runs; the filter on a CPU
 FILTER, FILTER_CPU = "train_h100_smollm2_left_out.json", "ablation_filter_all.json"
 ALONE = "train_h200_smollm2_alone.json"
+# the same with the profile of 29 November 2026, in fully async and under v1's separate_async, two pairs each
+SUMS, SUMS_V1 = "train_h200_smollm2_sums.json", "train_h200_smollm2_sums_v1.json"
 ENGLISH, CHINESE = "en", "zh"
 
 
@@ -232,6 +234,10 @@ def _pretrained() -> dict[str, str]:
     few = _arms(CHAIN_SUM)
     first, last, later = (f"held-out reward, {when}" for when in ("first", "last", "later half"))
 
+    def of_all(record: str, arm: str) -> str:
+        """Last rewards of an arm, those without a partner, too."""
+        return spread(run[last] for run in json.loads((RESULTS / record).read_text())["measures"][arm].values())
+
     def filtered(record: str, arm: str, other: str) -> str:
         return spread(pair.ratio(USEFUL) for pair in training_pairs((record,), other, arm))
 
@@ -257,6 +263,9 @@ def _pretrained() -> dict[str, str]:
             "spare_useful_plain": filtered(FILTER, "all spare", "plain"),
             "spare_alone": filtered(ALONE, "C spare", "plain"),
             "sampler_alone": filtered(ALONE, "C sampler", "plain"),
+            **{f"{name}_{key}": value for name, record in (("sums", SUMS), ("sums_v1", SUMS_V1)) for key, value in {
+                "useful": filtered(record, "all", "plain"), "reward": of_all(record, "all"),
+                "reward_plain": of_all(record, "plain")}.items()},
             "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
 
 
