@@ -336,6 +336,13 @@ def test_where_no_group_can_be_left_out_replace_is_refused_and_spare_is_off_and_
     assert why in said and plan.segment.null_groups == "train"
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_a_v1_run_hears_that_verls_own_filter_is_off(on):
+    config = composed("separate_async", 1, algorithm={"filter_groups": {"enable": on, "metric": "acc"}})
+    said, = (line for line in planned(config, null_groups="spare").lines if "null_groups: spare -> train" in line)
+    assert ("algorithm.filter_groups.enable=True leaves them out" in said) is not on
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg"])
 def test_the_filter_stays_with_estimators_that_compare_within_a_group(estimator):
     plan = planned(composed("fully_async", 1, async_training=OWN_TRIGGER, algorithm={"adv_estimator": estimator}),

@@ -102,7 +102,10 @@ def _null_groups(config, found: Plan):
         if mode == NullGroups.REPLACE:
             refuse(key, mode, f"{NullGroups.TRAIN}: {why}", instead)
         found.segment, on = dataclasses.replace(segment, null_groups=NullGroups.TRAIN), False
-        yield f"{key}: {mode} -> {NullGroups.TRAIN}, because {why}"
+        off = is_v1(config) and not asked.get("enable")
+        yield (f"{key}: {mode} -> {NullGroups.TRAIN}, because {why}"
+               + ("; it is off, so that groups whose rewards are all alike are trained "
+                  "(algorithm.filter_groups.enable=True leaves them out)" if off else ""))
     if fully_async is not None and asked.get("enable") and not (on and mode == NullGroups.REPLACE):
         yield ("algorithm.filter_groups.enable=True does nothing in verl's fully async loop: groups without a gradient "
                f"are trained{' unless a whole batch of others waits' if on else ''}"
