@@ -241,6 +241,7 @@ def v1_steps(waits, starved=None) -> str:
     (v1_steps(waits=(0.0, 0.6, 0.0), starved=0.4),
      "the trainer is the bottleneck: the trainer waits 2% of its steps for samples, replicas have nothing to run 40%"),
     (v1_steps(waits=(0.0, 9.0, 0.0), starved=0.35), "neither side is the bottleneck"),
+    (v1_steps(waits=(0.0, "nan", 9.0, 0.0)), "rollout is the bottleneck: the trainer waits 22%"),
     (v1_steps(waits=(0.0, 9.0, 9.0), starved=0.1), "rollout is the bottleneck: the trainer waits 60%"),
 ])
 def test_verdicts(text, verdict):

@@ -205,9 +205,11 @@ def arithmetic(values: dict[str, float]) -> list[tuple[bool, str]]:
 
 def bottleneck(values: dict[str, list[float]]) -> str:
     """Which side the other one waits for, and by what."""
+    finite = {name: [value for value in series if math.isfinite(value)] for name, series in values.items()}
+    values = {name: series for name, series in finite.items() if series}
+
     def middle(name: str) -> float | None:
-        known = [value for value in values.get(name, ()) if math.isfinite(value)]
-        return statistics.median(known[-LATEST:]) if known else None
+        return statistics.median(values[name][-LATEST:]) if name in values else None
 
     trainer, rollouter = middle("fully_async/trainer/idle_ratio"), middle("fully_async/rollouter/idle_ratio")
     if trainer is not None and rollouter is not None:
