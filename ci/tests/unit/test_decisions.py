@@ -245,6 +245,18 @@ def test_status_of_a_comparison_shows_each_of_its_runs(tmp_path, monkeypatch, ca
     assert cli.main(["status", str(tmp_path / "data")]) == 2 and "has no esgrpo/hooks.json" in capsys.readouterr().err
 
 
+def test_the_folder_of_a_runs_records_is_taken_for_the_run(tmp_path, monkeypatch, capsys):
+    worker_run(tmp_path, monkeypatch)
+    records.flush()
+    folder = tmp_path / records.FOLDER
+    (folder / records.HOOKS).write_text(json.dumps([{"process": "driver", "host": "h", "pid": 1, "hooks": []}]))
+    said = []
+    for where in (tmp_path, folder):
+        assert cli.main(["status", str(where)]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and "not recorded" not in said[1]
+
+
 def test_another_run_in_the_same_directory_is_not_counted_and_restarts_are(tmp_path, monkeypatch):
     for run, restart in (("old", 0), ("new", 0), ("new", 1)):
         monkeypatch.setenv(records.ENV_RUN_ID, run)
