@@ -228,7 +228,9 @@ def test_a_loop_that_an_agent_loop_goes_on_after_stays_cut_and_counts_once():
     assert +runs.rules.decisions == {"loops/pruned": 1, "treated/failed": 1}
 
 
-def test_status_of_a_comparison_shows_each_of_its_runs(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("below", ["runs", "esgrpo"])  # the second is the name of a run's folder of records, too
+def test_status_of_a_comparison_shows_each_of_its_runs(tmp_path, monkeypatch, capsys, below):
+    tmp_path /= below
     hook = {"slug": "a-hook", "detail": "", "needed": True}
     for name, state in (("plain", "APPLIED"), ("overlay", "FAILED")):
         (tmp_path / name / "esgrpo").mkdir(parents=True)

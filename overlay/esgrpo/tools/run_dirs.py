@@ -44,17 +44,18 @@ def is_run(path: str) -> bool:
         return os.path.isdir(os.path.join(path, records.FOLDER))
 
 
-def _around(directory: str) -> str:
-    """The run to which a folder of records belongs; any other directory as it is."""
+def _around(directory: str, is_run: Callable[[str], bool]) -> str:
+    """The run to which a folder of records belongs; any other directory as it is, one of runs of that name, too."""
     here = os.path.abspath(directory)
+    run = os.path.dirname(here)
     inside = os.path.basename(here) == records.FOLDER and not os.path.isdir(os.path.join(here, records.FOLDER))
-    return os.path.dirname(here) if inside else directory
+    return run if inside and is_run(run) else directory
 
 
 def runs_in(directory: str, is_run: Callable[[str], bool]) -> list[str]:
     """The directory of a run itself, whose folder of records may be given instead, or those of the runs in the
     directory of a comparison; else as it was given."""
-    directory = _around(directory)
+    directory = _around(directory, is_run)
     if is_run(directory):
         return [directory]
     try:
