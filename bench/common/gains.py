@@ -24,6 +24,7 @@ WITH_TEXT = "train_h200.json"  # before there were token outputs
 TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h200_token_outputs.json")
 CPU = ("ablation_search.json", "ablation_chain.json")
 V1_CPU, V1_SLOW = "train_cpu_v1.json", "train_cpu_v1_slow_engine.json"  # separate_async; engine steps 15 ms longer
+V1_DAPO = "train_cpu_v1_dapo.json"  # the same with DAPO, verl's own group filter on in both arms
 SAMPLER_CPU = "ablation_sampler.json"  # the sampler alone, as it chooses now; the ablations are of an earlier one
 # records of overlap control: names of its fixed settings; the second without learning, the third of a later controller
 OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json", "overlap_cpu_third_seed.json"),
@@ -272,7 +273,7 @@ def _pretrained() -> dict[str, str]:
 def _v1() -> dict[str, str]:
     """v1's separate_async on a CPU, everything on against plain: effective tokens/s, groups with a gradient."""
     return {f"{name}_{count}": spread(pair.ratio(key) for pair in training_pairs((record,), "plain", "all"))
-            for name, record in (("v1", V1_CPU), ("v1_slow", V1_SLOW))
+            for name, record in (("v1", V1_CPU), ("v1_slow", V1_SLOW), ("v1_dapo", V1_DAPO))
             for count, key in (("effective", "effective tokens/s"), ("useful", USEFUL))}
 
 
