@@ -61,7 +61,10 @@ def go_back_and_return(hook, fsdp, model, hooked: bool, offloaded: bool) -> None
 @pytest.mark.parametrize("offloaded", [True, False])
 @pytest.mark.parametrize("hooked", [True, False])
 def test_going_back_to_a_version_undoes_nothing(model, hooked, offloaded):
-    go_back_and_return(saved_weights, pytest.importorskip("verl.utils.fsdp_utils"), model, hooked, offloaded)
+    pytest.importorskip("verl")  # some environments of the matrix have vLLM alone; a module that verl moves is an error
+    from verl.utils import fsdp_utils
+
+    go_back_and_return(saved_weights, fsdp_utils, model, hooked, offloaded)
 
 
 @pytest.mark.hook("partial-saved-weights-are-a-copy")
