@@ -25,8 +25,8 @@ THRESHOLD = 3  # weight versions that a trained group may span
 FINISH_AFTER = 3
 OPTIMISER_STEPS = 2  # per weight version of the separate_async run
 # The engine shall be the slower one on any machine, so that a weight sync always finds responses running: a group at a
-# time in the engine, two batches of prompts in flight before the first step, and steps thrice as long as here.
-ONE_GROUP, IN_FLIGHT, STEP_MS = GROUP_SIZE, 2.0, 8.0
+# time in the engine, two batches of prompts in flight before the first step, and steps that last several times as long.
+ONE_GROUP, IN_FLIGHT, STEP_MS = GROUP_SIZE, 2.0, 12.0
 POIS = "actor_rollout_ref.actor.policy_loss.loss_mode=pois"
 LOG_KL = "esgrpo/pois/log_kl_rollout_current"
 
@@ -50,7 +50,7 @@ def run_v1(mode: str, tmp_path: Path, *extra: str, environment: dict[str, str] |
                              str(testbed / "reward.py"), str(run_dir), response_length=RESPONSE_LENGTH,
                              group_size=GROUP_SIZE, **options)
     arm.run(mode, [*overrides, 'trainer.logger=["console","file"]', POIS, *extra], run_dir, ROOT / "overlay",
-            main=stack.MAIN_PPO)
+            main=stack.MAIN_PPO, environment=environment)
     return run_dir
 
 
@@ -131,6 +131,11 @@ def test_separate_async_has_every_hook_it_needs(separate):
 def test_separate_async_trains_whole_groups_once(separate):
     assert len(check_groups(separate)) == STEPS * OPTIMISER_STEPS
     check_tokens(separate)
+
+
+def test_separate_async_has_the_slow_engine_that_the_next_test_relies_on(separate):
+    paces = [window["pace"] for window in read(str(separate), "windows")]
+    assert sum(pace["seconds"] for pace in paces) * 1e3 >= STEP_MS * sum(pace["steps"] for pace in paces) > 0
 
 
 def test_separate_async_prunes_yields_and_spans_versions(separate):
