@@ -10,8 +10,9 @@ heavy tail) from random weights, a few minutes on one GPU; --model DIR takes one
 `plain` is verl's own training, `overlay` the whole method; the arms of bench.ablation are known, too, and `all without
 X`. All have the same GPUs, batch, data and budget. An arm may have values of its own, so that a baseline can be tuned:
 `plain staleness=4 workers=8`, `plain gpus=1/3`, on a trainer's GPUs that are lent `plain dynamic=on` (--trainer
-fully_async) or `plain switch=on` (separate_async); `loss=pois+dmmpt`, `steps=4` (optimiser steps a weight version) and
-`history=warm` (a copy of --history FILE, which an earlier run left) are such values, too.
+fully_async) or `plain switch=on` (separate_async); `loss=pois+dmmpt`, `steps=4` (optimiser steps a weight version),
+`filter_groups=on` (verl's own, --trainer separate_async; of DAPO it is on) and `history=warm` (a copy of --history
+FILE, which an earlier run left) are such values, too.
 
 --together starts all arms and seeds at once on the same GPUs, each held until all could begin: one start for all of
 them, and a GPU that idles in one run is used by another. Their speeds are those of a crowded machine. With

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from bench.common import modules, stack
-from bench.common.algorithms import ACTOR, AGGREGATIONS, LOSSES
+from bench.common.algorithms import ACTOR, AGGREGATIONS, FILTERED, LOSSES
 
 TRAINERS = ("fully_async", "separate_async")
 NAMES = {"plain": "off", "overlay": "all"}  # for arms of bench.common.modules
@@ -32,6 +32,7 @@ VALUES = {
     "history": ("cold|warm", "cold or warm", TRAINERS),
     "dynamic": ("on|off", "on or off: verl lends the trainer's GPUs to the rollout", ("fully_async",)),
     "switch": ("on|off", "on or off: verl lends the trainer's GPUs to the rollout", ("separate_async",)),
+    "filter_groups": ("on|off", "on or off: verl replaces groups whose responses all score alike", ("separate_async",)),
 }
 _SIZES = {"staleness": ("staleness", float), "concurrent": ("concurrent", int), "warmup": ("warmup", float),
           "off_policy": ("off_policy", int), "steps": ("sync_every", int),
@@ -73,6 +74,8 @@ class Arm:
                       f"reward.num_workers={self.values['workers']}"]
         if "age_scale" in self.values:
             lines += modules.switches(f"overlap.age_scale={self.values['age_scale']}")
+        if "filter_groups" in self.values:
+            lines += FILTERED if self.values["filter_groups"] == "on" else ["algorithm.filter_groups.enable=False"]
         for name, lent in _LENT.items():
             if self.values.get(name) == "on":
                 lines += [*lent, *(_SLEEP if stack.DEVICE == "cuda" else ())]  # vLLM on a CPU has no sleep mode

@@ -110,6 +110,9 @@ def test_vllm_calculates_in_what_the_processor_can(flags, dtype):
     (SEPARATE, "plain steps=4", {"trainer.v1.separate_async.parameter_sync_step": "4", "data.train_batch_size": "32"}),
     (SEPARATE, "plain switch=on", {"trainer.v1.separate_async.hybrid_rollout.enable_switch": "True",
                                    "actor_rollout_ref.hybrid_engine": "True"}),
+    (SEPARATE, "plain filter_groups=on", {"algorithm.filter_groups.enable": "True",
+                                          "algorithm.filter_groups.metric": "acc"}),
+    ((*SEPARATE, "--algorithm", "dapo"), "plain filter_groups=off", {"algorithm.filter_groups.enable": "False"}),
 ])
 def test_an_arms_own_value_changes_what_it_names_and_nothing_else(tmp_path, arguments, arm, own):
     usual, lines = told(arguments, "plain", tmp_path), told(arguments, arm, tmp_path)
