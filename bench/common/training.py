@@ -50,6 +50,10 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         values = [m[key] for m in metrics if key in m]
         return statistics.mean(values) if values else None
 
+    def total(key):
+        values = [m[key] for m in metrics if key in m]
+        return sum(values) if values else None
+
     def seconds(timers):
         """Of a step, the timers that there are."""
         found = [value for value in (mean(f"timing_s/{timer}") for timer in timers) if value is not None]
@@ -59,7 +63,6 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
     drifts = [m[DRIFT] for m in metrics if DRIFT in m]
     cpu = json.loads((run_dir / "arm.json").read_text()).get("cpu_s", {})
     kept = [m["esgrpo/sync/kept"] for m in metrics if "esgrpo/sync/kept" in m]
-    moved = [m["esgrpo/routing/moves"] for m in metrics if "esgrpo/routing/moves" in m]
     spent = max(1, result.balance["spent"])
     spared = result.right.spared or (None, None)
     bias = [v for m in metrics[-1:] for k, v in m.items() if k.startswith("esgrpo/length_bias/")]
@@ -99,7 +102,9 @@ def measures(run_dir: Path, result: compare.Result, targets: Sequence[float] = (
         "KL of an update, largest": max(drifts, default=None),
         "advantage of a token": mean(PUSH),
         "requests kept per sync": statistics.mean(kept) if kept else None,
-        "requests moved": sum(moved) if moved else None,
+        "requests moved": total("esgrpo/routing/moves"),
+        "groups that verl's filter left out": total("training/filter_groups/evicted_samples"),
+        "groups that verl dropped as too old": total("training/off_policy/evicted_samples"),
         "tail ratio": result.tail_ratio,
         "memory of all processes, GB": result.peak_bytes / 1e9 if result.peak_bytes else None,
         "responses": result.responses,

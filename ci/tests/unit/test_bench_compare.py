@@ -136,3 +136,15 @@ def test_the_later_half_of_the_held_out_rewards_is_a_measure(tmp_path):
     for evaluations, later in (([(0.0, 0.2), (40.0, 0.3), (60.0, 0.5), (90.0, 0.75)], 0.625), ([(0.0, 0.2)], None)):
         found = training.measures(tmp_path / "run", dataclasses.replace(result, evaluations=evaluations))
         assert found["held-out reward, later half"] == later
+
+
+def test_groups_that_verl_left_out_or_dropped_are_counted_where_its_trainer_says_so(tmp_path):
+    write_run(tmp_path / "run", [], [0.2, 0.2, 0.2])
+    result, file = compare.load(tmp_path / "run", TARGET), tmp_path / "run" / "metrics-timed.jsonl"
+    names = "groups that verl's filter left out", "groups that verl dropped as too old"
+    assert [training.measures(tmp_path / "run", result)[name] for name in names] == [None, None]
+    rows = [{"training/filter_groups/evicted_samples": count} for count in (16.0, 1.0)]
+    rows[0]["training/off_policy/evicted_samples"] = 2.0
+    later = "".join(json.dumps({"time": 150.0, "step": 1, "data": row}) + "\n" for row in rows)
+    file.write_text(file.read_text() + later)
+    assert [training.measures(tmp_path / "run", result)[name] for name in names] == [17.0, 2.0]
