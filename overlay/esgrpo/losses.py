@@ -226,11 +226,11 @@ def drift_metrics(
 
 @dataclass(frozen=True)
 class Tossed:
-    """What the audit knows of each of B rows, all of it fixed before the row's coin but `cut`.
+    """What is known of each of B rows, all of it fixed before the row's coin but `cut` and `left_out`.
 
     `pi` in (0, 1] is what its weight is the inverse of; `pivot` the reward that its group is measured from, of a row
     with pi < 1 that has no prediction; `reward` what was predicted of a candidate (else None), `cut` whether it was
-    cut, `decided_at` its tokens when it was decided.
+    cut, `decided_at` its tokens when it was decided; `left_out` whether its group's statistics do without it.
     """
 
     pi: Sequence[float]
@@ -238,9 +238,10 @@ class Tossed:
     reward: Sequence[float | None] | None = None
     cut: Sequence[bool] | None = None
     decided_at: Sequence[int | None] | None = None
+    left_out: Sequence[bool] | None = None
 
     def __post_init__(self):
-        columns = (self.pi, self.pivot, self.reward, self.cut, self.decided_at)
+        columns = (self.pi, self.pivot, self.reward, self.cut, self.decided_at, self.left_out)
         if len({len(column) for column in columns if column is not None}) > 1:
             raise ValueError("columns of different lengths")
 
@@ -260,13 +261,15 @@ def grpo_segment_advantage(
     epsilon: float = 1e-6,
     tossed: Tossed | None = None,
 ) -> torch.Tensor:
-    """GRPO advantages [B, T] in which masked rows take no part: A = (R - mean) / (std + epsilon) over kept rows.
+    """GRPO advantages [B, T] in which rows that are left out take no part: A = (R - mean) / (std + epsilon) over the
+    kept ones.
 
-    A row is masked when its response mask is empty; its advantage is 0. Where masking leaves one kept row, there is
-    no baseline and its advantage is 0 too. A group that was sampled with one row keeps verl's rule (mean 0, std 1).
-    Without masked rows the result equals verl's `grpo` bit for bit; the arithmetic below follows its order of
-    operations for that reason. A group with a predicted reward gets `predicted_advantages`, another one in which a
-    coin was tossed (pi < 1) `weighted_advantages`.
+    `tossed.left_out` says which; where it is not known, those whose response mask is empty. A row that verl's
+    rollout_rs rejected has an empty mask as well, but verl's estimators count its reward. The advantage of a row with
+    an empty mask is 0. Where one kept row remains, there is no baseline and its advantage is 0 too. A group that was
+    sampled with one row keeps verl's rule (mean 0, std 1). With every row kept the result equals verl's `grpo` bit for
+    bit; the arithmetic below follows its order of operations for that reason. A group with a predicted reward gets
+    `predicted_advantages`, another one in which a coin was tossed (pi < 1) `weighted_advantages`.
 
     Args:
         token_level_rewards: [B, T]; a row's reward is the sum over all of its T positions.
@@ -274,7 +277,7 @@ def grpo_segment_advantage(
         index: B group ids.
         norm_by_std: False leaves out the division (Dr.GRPO).
         epsilon: added to the standard deviation.
-        tossed: what the audit knows of the rows, or None.
+        tossed: what is known of the rows, or None.
 
     Raises:
         ValueError: shapes or lengths do not match, or a group with weights or predictions is to be divided by its
@@ -287,7 +290,8 @@ def grpo_segment_advantage(
         raise ValueError(f"{len(tossed.pi)} keep probabilities for {len(index)} rows")
     with torch.no_grad():
         scores = token_level_rewards.sum(dim=-1)
-        kept = response_mask.bool().any(dim=-1).tolist()
+        kept = ([not left_out for left_out in tossed.left_out] if tossed is not None and tossed.left_out is not None
+                else response_mask.bool().any(dim=-1).tolist())
         groups: dict[Hashable, list[int]] = {}
         for row, group in enumerate(index):
             groups.setdefault(group, []).append(row)
@@ -322,7 +326,7 @@ def grpo_segment_advantage(
 
 def _of(tossed: Tossed, rows: Sequence[int]) -> Tossed:
     return Tossed(*([column[row] for row in rows] if column is not None else None for column in
-                    (tossed.pi, tossed.pivot, tossed.reward, tossed.cut, tossed.decided_at)))
+                    (tossed.pi, tossed.pivot, tossed.reward, tossed.cut, tossed.decided_at, tossed.left_out)))
 
 
 def weighted_advantages(scores: torch.Tensor, pi: Sequence[float], size: int, pivot: float) -> torch.Tensor:

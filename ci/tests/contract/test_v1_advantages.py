@@ -82,7 +82,7 @@ def predicted(monkeypatch, outputs: dict[str, list[int]]) -> dict[str, list[floa
     rewards = torch.zeros_like(mask)
     for row, key in enumerate(keys):
         rewards[row, lengths[row] - 1] = score.get(key.rpartition("_")[0], 0.0)
-    plain = {"keep_probability": 1.0, "pivot": None, "outcome": "finish"}
+    plain = {"group": "u", "keep_probability": 1.0, "pivot": None, "outcome": "finish"}
     monkeypatch.setattr(keep_probabilities, "_SUMMARIES", SimpleNamespace(get=lambda: {
         key: plain | known.get(key.rpartition("_")[0], {}) for key in keys}))
     data = DataProto.from_dict(tensors={"response_mask": mask, "token_level_rewards": rewards},

@@ -424,6 +424,8 @@ def test_frozen():
     ({"enable": True, "prune": {"repetition": {"enable": True}}}, "pois", "observe segment prune pois"),
     ({"enable": True, "prune": {"finish_group_after": 2, "treatment": "masked", **AUDIT}}, "pois",
      "observe segment prune weighted pois"),
+    ({"enable": True, "prune": {"repetition": {"enable": True}, "treatment": "masked", "audit": {"enable": False}}},
+     "vanilla", "observe segment prune weighted"),
     ({"dmmpt": {"enable": True}}, "sais", "dmmpt sais"), ({}, "gspo", ""),
 ])
 def test_features(values, loss_mode, names):

@@ -120,15 +120,53 @@ def test_a_standard_deviation_leaves_a_bias():
     assert abs(table["control: divided by std"]["z"]) > estimator_bias.LIMIT
 
 
-def test_rows_that_lost_their_summary_stop_the_run():
+ROW = {"group": "g", "outcome": "finish", "keep_probability": 1.0, "pivot": None}
+
+
+@pytest.mark.parametrize("audited", [True, False])
+def test_rows_that_lost_their_summary_stop_the_run_where_weights_would_be_lost(monkeypatch, audited):
+    from esgrpo import config
     from esgrpo.hooks.verl.losses.weighted_rows import tossed_of
 
-    row = {"outcome": "finish", "keep_probability": 0.5, "pivot": 1.0}
-    assert tossed_of({"esgrpo": [row, {**row, "keep_probability": 1.0, "pivot": None}]}).pi == [0.5, 1.0]
-    assert tossed_of({"esgrpo": [{"keep_probability": 1.0, "pivot": None}]}) is None
+    monkeypatch.setattr(config, "current", lambda: SimpleNamespace(weighted=audited))
+    row = {**ROW, "keep_probability": 0.5, "pivot": 1.0}
+    assert tossed_of({"esgrpo": [row, ROW]}).pi == [0.5, 1.0]
     for columns in ({}, {"esgrpo": [row, None]}):
-        with pytest.raises(EsgrpoError, match="summary"):
-            tossed_of(columns)
+        if audited:
+            with pytest.raises(EsgrpoError, match="summary"):
+                tossed_of(columns)
+        else:
+            assert tossed_of(columns) is None  # those of an agent loop that bypasses verl's client
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_row_that_verl_rejects_counts_in_its_group_and_one_that_was_cut_does_not(monkeypatch, norm):
+    """Both have an empty mask; verl's own grpo, which knows of no cut, decides what is right for the others."""
+    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
+    from omegaconf import OmegaConf
+    from verl import DataProto
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    from esgrpo.hooks.verl.losses import grpo_segment, weighted_rows
+
+    monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", dict(core_algos.ADV_ESTIMATOR_REGISTRY))
+    grpo_segment.apply(core_algos)
+    scores, mask = torch.tensor([[1.0], [0.0], [0.3], [0.0]]), torch.tensor([[1], [1], [0], [0]])
+    rows = [ROW, ROW, ROW, {**ROW, "outcome": "prune", "treatment": "masked"}]  # the third one: rollout_rs
+
+    def run(function, estimator, chosen):
+        column = np.empty(len(chosen), dtype=object)
+        column[:] = [rows[row] for row in chosen]
+        data = DataProto.from_dict(tensors={"token_level_rewards": scores[chosen], "response_mask": mask[chosen]},
+                                   non_tensors={"uid": np.array(["g"] * len(chosen), dtype=object), "esgrpo": column})
+        config = OmegaConf.create({"norm_adv_by_std_in_grpo": norm})
+        return function(data, estimator, config=config, norm_adv_by_std_in_grpo=norm).batch["advantages"]
+
+    hooked = wrapped(weighted_rows, compute_advantage)
+    whole, wanted = run(hooked, "grpo_segment", [0, 1, 2, 3]), run(compute_advantage, "grpo", [0, 1, 2])
+    assert torch.equal(whole[:3], wanted) and not whole[2:].any()
+    plain = run(compute_advantage, "grpo_segment", [0, 1, 2, 3])  # negative control: without the hook
+    assert not torch.allclose(plain[:3], wanted)
 
 
 def all_of_verls_losses():
@@ -183,8 +221,9 @@ def test_through_verls_compute_advantage(monkeypatch):
     monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", dict(core_algos.ADV_ESTIMATOR_REGISTRY))
     grpo_segment.apply(core_algos)
     rows = np.empty(4, dtype=object)
-    rows[:] = [{"outcome": "finish", "keep_probability": pi, "pivot": None if pi == 1 else 1.0}
-               for pi in (1.0, 1.0, 0.5, 0.5)]
+    rows[:] = [{**ROW, "keep_probability": pi, "pivot": None if pi == 1 else 1.0,
+                "outcome": "finish" if kept else "prune", "treatment": "masked"}
+               for pi, kept in ((1.0, True), (1.0, True), (0.5, True), (0.5, False))]
     scores, mask = torch.tensor([[1.0], [1.0], [0.0], [1.0]]), torch.tensor([[1], [1], [1], [0]])
     config = OmegaConf.create({"norm_adv_by_std_in_grpo": False})
 

@@ -138,6 +138,15 @@ def test_rounding_is_no_gradient(monkeypatch):
     assert rows_of(train_batch([[1.0]], [[1.0]], [[1]]))[0]["gradient"]  # a group of one
 
 
+@pytest.mark.parametrize("outcome, gradient", [("finish", True), ("prune", False)])
+def test_a_rejected_row_gives_its_siblings_a_gradient_and_a_masked_one_does_not(monkeypatch, outcome, gradient):
+    monkeypatch.setenv(config.ENV_FACTS, '{"devices": 4, "alike_is_null": true}')
+    summaries = [*(summary(member=member) for member in range(3)),
+                 summary(member=3, outcome=outcome, treatment="masked")]
+    batch = train_batch([[0.9], [0.9], [0.9], [0.1]], [[0.5]] * 4, [[1]] * 3 + [[0]], summaries)
+    assert [row["gradient"] for row in rows_of(batch)] == [gradient] * 3 + [False]
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """The clock of the trainer's metrics, ten seconds after its last throughput."""

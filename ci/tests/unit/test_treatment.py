@@ -242,7 +242,7 @@ def batch_of(treatment):
     predicted = {"predicted_reward": REWARD if treatment in ("value", "doubly_robust") else None}
     tossed = {"keep_probability": PI if weighed else 1.0, "tokens_at_decision": AT, **predicted,
               "pivot": 0.5 if treatment == "masked" else None}
-    rows = [row(), row(), row(**CUT, **tossed), row(**tossed)]
+    rows = [row(), row(), row(**CUT, treatment=treatment, **tossed), row(**tossed)]
     mask = torch.tensor(MASK)
     if treatment == "masked":
         mask[2] = 0

@@ -1,4 +1,4 @@
-"""Carries what the audit knows of rows to the advantage estimator `grpo_segment`, or weighs cut rows after any."""
+"""Carries what is known of rows to the advantage estimator `grpo_segment`, or weighs cut rows after any."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ HOOK = Hook(
     target="verl.trainer.ppo.ray_trainer:compute_advantage",
     process=("trainer", "v1-task-runner"),
     kind="wrap",
-    why="verl hands a registered estimator rewards, mask, config and uid, and no other column; keep probabilities and "
-        "predicted rewards are in the rows' extra fields, which arrive as non_tensor_batch",
+    why="verl hands a registered estimator rewards, mask, config and uid, and no other column; keep probabilities, "
+        "predicted rewards and what was cut are in the rows' extra fields, which arrive as non_tensor_batch",
     remove_when="verl passes non_tensor_batch to registered advantage estimators",
     features=("weighted",),
     relies_on=("verl.experimental.agent_loop.agent_loop:AgentLoopWorker._postprocess",
@@ -20,7 +20,7 @@ HOOK = Hook(
     # these modules bind the name at import
     rebinds=("verl.experimental.separation.ray_trainer:compute_advantage",
              "verl.trainer.ppo.v1.utils:compute_advantage"),
-    without=(("==0.7.0", "audited pruning is refused"),),
+    without=(("==0.7.0", "audited pruning is refused, and a row without a mask counts as cut"),),
 )
 
 _CURRENT: contextvars.ContextVar = contextvars.ContextVar("esgrpo_tossed", default=None)
@@ -93,26 +93,27 @@ def written(rows) -> list[float]:
 
 
 def current():
-    """`losses.Tossed` of the batch whose advantages are being computed; None when no row has a weight or prediction."""
+    """`losses.Tossed` of the batch whose advantages are being computed; None when its rows are not ours."""
     return _CURRENT.get()
 
 
 def tossed_of(columns):
-    """`losses.Tossed` of a batch, or None when its rewards are all that is needed.
+    """`losses.Tossed` of a batch; None when it has rows of an agent loop that bypasses verl's server client.
 
-    Raises EsgrpoError for rows without a summary: a weight that got lost would bias the gradient unseen.
+    Raises EsgrpoError for these where rows have weights: one that got lost would bias the gradient unseen.
     """
-    from esgrpo.algo.treatment import is_cut
+    from esgrpo import config
+    from esgrpo.algo.treatment import is_cut, masked
     from esgrpo.errors import EsgrpoError
     from esgrpo.losses import Tossed
 
     rows = columns.get("esgrpo")
     if rows is None or any(row is None for row in rows):
+        if not config.current().weighted:
+            return None
         raise EsgrpoError("keep-probabilities-reach-estimator", "rows without the overlay's summary",
                           "one per row while pruning is audited", "weights would be lost, the run stops",
                           "report this, or set segment.prune.treatment=failed")
-    if all(row["keep_probability"] >= 1 and row.get("predicted_reward") is None for row in rows):
-        return None
     return Tossed([row["keep_probability"] for row in rows], [row["pivot"] for row in rows],
                   [row.get("predicted_reward") for row in rows], [is_cut(row) for row in rows],
-                  [row.get("tokens_at_decision") for row in rows])
+                  [row.get("tokens_at_decision") for row in rows], masked(rows))

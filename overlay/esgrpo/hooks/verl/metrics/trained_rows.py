@@ -68,7 +68,7 @@ def write(rows: list[dict]) -> None:
 def rows_of(batch) -> list[dict]:
     """One plain dict per row: what it cost, whether it was pruned, and whether it carries gradient."""
     from esgrpo import config
-    from esgrpo.algo.treatment import may_be_masked
+    from esgrpo.algo.treatment import masked, may_be_masked
     from esgrpo.hooks.verl.losses import weighted_rows
     from esgrpo.losses import correct_rows
 
@@ -79,7 +79,7 @@ def rows_of(batch) -> list[dict]:
                            batch.non_tensor_batch.get("acc")).tolist()
     rows, summaries = [], batch.non_tensor_batch["esgrpo"]
     kept = mask.any(dim=-1).tolist()
-    nulls = _null_groups(summaries, scores, kept)
+    nulls = _null_groups(summaries, scores, [not gone for gone in masked(summaries)])
     factors = weighted_rows.written(summaries)
     for index, summary in enumerate(summaries):
         rows.append({**summary, "score": scores[index], "correct": correct[index], "trained": True,

@@ -19,7 +19,8 @@ HOOK = Hook(
 )
 
 _SUMMARIES: contextvars.ContextVar = contextvars.ContextVar("esgrpo_v1_summaries", default=None)
-PADDING = {"outcome": "finish", "keep_probability": 1.0, "pivot": None}  # a synthetic row of verl's: an empty mask
+# a synthetic row of verl's, with an empty mask and in a group of such rows
+PADDING = {"group": "", "outcome": "finish", "keep_probability": 1.0, "pivot": None}
 
 
 def around(call):
