@@ -183,7 +183,7 @@ def test_observing_changes_nothing_of_verls_settings(answers):
 @pytest.mark.hook("driver-start")
 def test_features_adjust_verl_and_are_passed_on(answers):
     got = answers["all"]
-    assert set(got["features"].split(",")) == {"dmmpt", "observe", "pois", "prune", "segment"}
+    assert set(got["features"].split(",")) == {"dmmpt", "observe", "pois", "prune", "segment", "weighted"}
     assert got["estimator"] == "grpo_segment" and got["entropy"] and got["bypass"]
     assert {"ESGRPO_ENABLE", "ESGRPO_FEATURES", "ESGRPO_SEGMENT", "ESGRPO_FACTS"} <= set(got["passed_on"])
     assert got["states"]["worker-handshake"] == "APPLIED" and got["facts"]["devices"] >= 2
