@@ -206,7 +206,9 @@ def test_which_groups_may_be_replaced():
 
 
 def verls(monkeypatch):
-    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
+    pytest.importorskip("verl")
+    from verl.trainer.ppo import core_algos
+
     from esgrpo.hooks.verl.losses import grpo_segment
 
     monkeypatch.setattr(core_algos, "ADV_ESTIMATOR_REGISTRY", dict(core_algos.ADV_ESTIMATOR_REGISTRY))
