@@ -336,11 +336,21 @@ def test_where_no_group_can_be_left_out_replace_is_refused_and_spare_is_off_and_
     assert why in said and plan.segment.null_groups == "train"
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_a_v1_run_hears_that_verls_own_filter_is_off(on):
-    config = composed("separate_async", 1, algorithm={"filter_groups": {"enable": on, "metric": "acc"}})
+@pytest.mark.parametrize("trainer, on", [("separate_async", False), ("colocate_async", False),
+                                         ("colocate_async", True)])
+def test_a_v1_run_hears_that_verls_own_filter_is_off(trainer, on):
+    config = composed(trainer, 1, algorithm={"filter_groups": {"enable": on, "metric": "acc"}})
     said, = (line for line in planned(config, null_groups="spare").lines if "null_groups: spare -> train" in line)
     assert ("algorithm.filter_groups.enable=True leaves them out" in said) is not on
+
+
+def test_with_verls_own_filter_separate_async_refills_ahead():
+    config = composed("separate_async", 1, algorithm={"filter_groups": {"enable": True, "metric": "acc"}})
+    plan = planned(config, null_groups="spare")
+    assert plan.segment.null_groups == "spare" and not any("null_groups" in line for line in plan.lines)
+    assert "null_groups" in features_of(config, plan.segment)
+    with pytest.raises(ConfigError, match="verl's own filter does it"):
+        planned(config, null_groups="replace")
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg"])

@@ -163,6 +163,21 @@ def test_a_root_beats_its_effects_in_any_order(lines):
     assert "2.00 GiB" in answer.matches[0].text
 
 
+NO_THREAD = "RuntimeError: can't start new thread"
+SCORER = "ray.exceptions.RayTaskError(RuntimeError): ray::RewardLoopWorker.compute_score() (pid=18492, ip=192.0.2.2)"
+COMPILER = "raise BackendCompilerFailed("
+NO_PROCESS = "BlockingIOError: [Errno 11] Resource temporarily unavailable"
+
+
+@pytest.mark.parametrize("effect, cause, also", [
+    (SCORER, NO_THREAD, "also (root): reward-raises (line 1): the reward function raises: RuntimeError"),
+    (COMPILER, NO_PROCESS, "also (effect): triton-compile (line 1): ")])
+def test_what_could_not_start_a_thread_is_not_what_failed(effect, cause, also):
+    """Both of runs beside eleven others on one machine."""
+    said = logs.render(logs.read([effect, "Traceback (most recent call last):", cause]))
+    assert said.startswith("no-more-threads (line 3, 1x)") and also in said
+
+
 def test_an_effect_shows_the_exception_that_nobody_knows():
     text = ["Traceback (most recent call last):", "  File 'x'", "KeyError: 'reward'", TIMEOUT]
     lines = logs.render(logs.read(text)).splitlines()

@@ -4,7 +4,8 @@ Rewards that are all alike give GRPO advantages of 0: the group costs the traine
 is learned from it. DAPO (arXiv 2503.14476, dynamic sampling) keeps no such group and samples until the batch is full.
 That pays while the trainer is the slower side. Where it waits for groups, each one that is left out makes it wait for
 another, and the optimiser steps are fewer: `spare` leaves one out only while a whole batch waits already, `replace`
-always.
+always. verl's v1 trainers have that filter themselves and judge when a batch is asked for; there `spare` begins, under
+`separate_async`, other prompts before that.
 
 A reward that is the same for all must not starve the trainer: after MOST_BATCHES batches without a gradient one such
 group is trained, where verl's DAPO recipe would end the run (max_num_gen_batches=10). Pure.
@@ -13,6 +14,7 @@ group is trained, where verl's DAPO recipe would end the run (max_num_gen_batche
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 
 from esgrpo.algo.terms import NullGroups
 
@@ -45,6 +47,14 @@ def a_batch_can_wait(staleness: float, batches: int) -> bool:
     """Whether a whole batch can wait for the trainer while it trains another: of a version's prompts, which are
     `batches` x (1 + `staleness`) batches (verl's `FullyAsyncRollouter.max_required_samples`)."""
     return batches * (1.0 + staleness) >= 2.0
+
+
+def to_begin(batch: int, wanted: int, in_process: int, left_out: int) -> int:
+    """Prompts that a step begins instead of verl's `batch`, one at least, so that `wanted` are in process again when
+    it has taken a batch. `in_process`: now, but for the finished groups that verl's filter will leave out, `left_out`.
+    It puts another prompt in their place as soon as it looks, which is too late for this step and in time for the next;
+    that as many come again is a matter of chance, so that one deviation of them is begun on top."""
+    return max(1, batch + wanted - in_process + isqrt(left_out))
 
 
 @dataclass

@@ -132,6 +132,7 @@ class Ahead:
     """Of v1's trainer."""
 
     owed: int = 0  # prompts to begin beyond the next batch, or to leave out of it
+    in_process: int | None = None  # groups between two steps, those left out that wait for their end; None: not counted
     threshold: int | None = None  # the replay buffer's own, before it was moved
 
 
@@ -178,6 +179,7 @@ class Groups:
     evicted: dict[str, str] = field(default_factory=dict)  # since the trainer asked: reason, algo.carry_over.ENDINGS
     judged: dict[str, bool] = field(default_factory=dict)  # finished: was it replaced?
     passed: set[str] = field(default_factory=set)  # verl's filter, and we have looked at them
+    evicted_tokens: int = 0  # since the overlap controller asked: responses that nobody will train
     observed: frozenset[str] = frozenset()  # finished, and the history knows their outcomes
 
 

@@ -26,6 +26,7 @@ UNTOLD = frozenset(("the", "too", "why", "how", "does", "do", "is", "are", "of",
                     "it", "so", "at", "by", "be", "on", "always"))  # words of a question that tell nothing
 LATEST = 10  # values that a verdict rests on
 APART = 0.1  # idle ratios that differ by less are equal
+BOTH = 0.2  # of their time, from which two sides that both idle wait for each other
 SLOTS_A_REPLICA = 16  # verl's default concurrency
 V1 = "training/off_policy/trajectory_staleness/mean"  # a metric that only v1 trainers have
 V1_WAITS = ("timing_s/gen", "timing_s/switch_wait")  # of a step, the trainer for samples
@@ -213,9 +214,8 @@ def bottleneck(values: dict[str, list[float]]) -> str:
 
     trainer, rollouter = middle("fully_async/trainer/idle_ratio"), middle("fully_async/rollouter/idle_ratio")
     if trainer is not None and rollouter is not None:
-        side = ("rollout_slow" if trainer > rollouter + APART else
-                "trainer_slow" if rollouter > trainer + APART else "neither")
-        return said(side, waits=said("waits", trainer=trainer, rollouter=rollouter))
+        return said(_slower(trainer, rollouter), waits=said("waits", trainer=trainer, rollouter=rollouter),
+                    more=said("more_staleness"))
     if V1 in values and any(values.get("timing_s/step", ())[-LATEST:]):
         return _of_v1(values)
     queued, required = middle("monitor/queue/mq_queue_size"), middle("static/required_samples")
@@ -241,8 +241,15 @@ def _of_v1(values: dict[str, list[float]]) -> str:
     if not any(name in values for name in IDLE):
         return said("rollout_slow" if trainer > APART else "trainer_slow", waits=said("v1_waits", trainer=trainer))
     idle = latest(*IDLE) / max(len(values.get(name, ())[-LATEST:]) for name in IDLE)
-    side = "rollout_slow" if trainer > idle + APART else "trainer_slow" if idle > trainer + APART else "neither"
-    return said(side, waits=said("v1_both", trainer=trainer, idle=idle))
+    return said(_slower(trainer, idle), waits=said("v1_both", trainer=trainer, idle=idle), more=said("more_warmup"))
+
+
+def _slower(trainer: float, rollout: float) -> str:
+    """The name of the verdict on two shares of time in which a side waits."""
+    if min(trainer, rollout) >= BOTH:
+        return "both_wait"
+    return ("rollout_slow" if trainer > rollout + APART else
+            "trainer_slow" if rollout > trainer + APART else "neither")
 
 
 def _entry(pattern: str, entry: dict) -> str:

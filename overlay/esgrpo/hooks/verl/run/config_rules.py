@@ -14,7 +14,7 @@ from esgrpo.config import PREFIX, Segment
 from esgrpo.config import features as config_features
 from esgrpo.hooks.verl.run import overlap_rules, pruning_rules, reward_rules
 from esgrpo.hooks.verl.run.plan import ROLLOUT, Plan, Setting, refuse
-from esgrpo.hooks.verl.run.trainers import V1_MODES, is_fully_async, is_recipe, is_v1, of_fully_async
+from esgrpo.hooks.verl.run.trainers import V1_MODES, is_fully_async, is_recipe, is_separate, is_v1, of_fully_async
 
 
 def features_of(config, segment: Segment) -> frozenset[str]:
@@ -96,7 +96,7 @@ def _null_groups(config, found: Plan):
     """verl's v1 trainers have a group filter of their own, its fully async loop has ours, all others none."""
     segment, fully_async = found.segment, config.get("async_training")
     asked, mode, key = config.algorithm.get("filter_groups") or {}, segment.null_groups, f"{PREFIX}.null_groups"
-    on, missing = segment.enable and mode != NullGroups.TRAIN, _no_filter(config)
+    on, missing = segment.enable and mode != NullGroups.TRAIN, _no_filter(config, mode)
     if on and missing:
         why, instead = missing
         if mode == NullGroups.REPLACE:
@@ -110,7 +110,7 @@ def _null_groups(config, found: Plan):
         yield ("algorithm.filter_groups.enable=True does nothing in verl's fully async loop: groups without a gradient "
                f"are trained{' unless a whole batch of others waits' if on else ''}"
                + ("" if missing else f"; {key}={NullGroups.REPLACE} always replaces them"))
-    if on and mode == NullGroups.SPARE and not segment.overlap.enable:  # which moves the bound
+    if on and mode == NullGroups.SPARE and not is_v1(config) and not segment.overlap.enable:  # which moves the bound
         bound, batches = fully_async.staleness_threshold, fully_async.trigger_parameter_sync_step
         if not a_batch_can_wait(bound, batches):
             yield (f"{key}={mode} will hardly leave a group out: with async_training.staleness_threshold={bound:g} and "
@@ -118,9 +118,12 @@ def _null_groups(config, found: Plan):
                    "1 or more lets it")
 
 
-def _no_filter(config) -> tuple[str, str] | None:
+def _no_filter(config, mode: str) -> tuple[str, str] | None:
     """Why no group can be left out here, and what to do instead; None where one can."""
     if is_v1(config):
+        filters = (config.algorithm.get("filter_groups") or {}).get("enable")
+        if mode == NullGroups.SPARE and filters and is_separate(config):
+            return None  # verl's filter leaves out, what it will is begun ahead
         return ("verl's own filter does it with this trainer",
                 "drop the key and set algorithm.filter_groups.enable=True")
     if not is_fully_async(config):

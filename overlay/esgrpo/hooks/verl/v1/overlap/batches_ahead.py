@@ -22,7 +22,7 @@ HOOK = Hook(
         "without a number",
     remove_when="verl's separate_async adapts the prompts in process to measured rates",
     features=("overlap",),
-    after=("v1-drawn-prompts",),
+    after=("v1-drawn-prompts", "v1-refill-ahead"),
     relies_on=(f"{_BASE}.prepare_step", f"{_BASE}._add_batch_to_generate", f"{_BASE}._add_prompts_to_generate",
                f"{_BASE}._add_async_warmup_batches", f"{_BASE}.step", f"{_SEPARATE}.__init__",
                f"{_SEPARATE}.prepare_step", f"{_SEPARATE}.on_step_end", f"{_BUFFER}._stale_terminal_keys",
@@ -37,6 +37,7 @@ def around(call):
     from esgrpo import config
     from esgrpo.algo import overlap_signals
     from esgrpo.hooks.verl import owned
+    from esgrpo.hooks.verl.v1.prompts import refill_ahead
 
     trainer = call.owner
     if (trainer.trainer_mode != MODE or call.arguments.get("num_prompts") is not None
@@ -47,6 +48,10 @@ def around(call):
         ahead.threshold = trainer.replay_buffer.max_off_policy_threshold
         make_room(trainer, in_process(trainer) / trainer.config.data.train_batch_size)
     at_weight_version(trainer)
+    if refill_ahead.counts(trainer):  # it begins what is missing, which a move adds to
+        if ahead.in_process is not None:
+            ahead.in_process, ahead.owed = ahead.in_process + ahead.owed, 0
+        return call()
     number, ahead.owed = overlap_signals.to_begin(trainer.config.data.train_batch_size, ahead.owed)
     return call(num_prompts=number)
 
@@ -59,7 +64,8 @@ def at_weight_version(trainer) -> None:
 
     control, steps = owned.of(trainer, owned.Overlap), owned.of(trainer, owned.Steps)
     events, steps.of_version = steps.of_version, []
-    windows = owned.take(trainer, owned.RolloutSignals).windows
+    windows, groups = owned.take(trainer, owned.RolloutSignals).windows, owned.of(trainer.replay_buffer, owned.Groups)
+    evicted, groups.evicted_tokens = groups.evicted_tokens, 0
     if not events:  # nothing was trained in this start
         return
     if control.controller is None:
@@ -70,7 +76,8 @@ def at_weight_version(trainer) -> None:
     validated_s, control.validated_s = control.validated_s, overlap_signals.validation(events)
     seconds = event.seconds - control.validated_s  # the engines' windows end before it
     in_flight = overlap_signals.decoding(windows, seconds, trainer.config.actor_rollout_ref.rollout.n)
-    rollout = overlap_signals.measured(control.applied.concurrency, windows, seconds, in_flight)
+    rollout = overlap_signals.measured(control.applied.concurrency, windows, seconds, in_flight,
+                                       left_out_tokens=evicted)
     window = overlap_signals.window(trainer.global_steps - 1, rollout, events, limits.mini_batch, validated_s)
     at_version.follow(control, window, None, lambda setting: _move(trainer, control.applied, setting, limits))
 

@@ -7,7 +7,7 @@ own), and would replace failed groups for ever.
 from __future__ import annotations
 
 from esgrpo.engine import Hook
-from esgrpo.hooks.verl.v1.rows.queue_rows import TRAIN, tags_in
+from esgrpo.hooks.verl.v1.rows.queue_rows import TRAIN, group_of, tags_in
 
 HOOK = Hook(
     slug="v1-failure-is-loud",
@@ -37,6 +37,8 @@ def around(call):
         # the hook on the filter has recorded those that it replaced
         for group in [group for group in reasons if not groups.judged.get(group)]:
             records.write(Evicted(group=group, reason=reasons[group]))
+        groups.evicted_tokens += sum(tag.get("response_len", 0) for key, tag in buffer.partitions[TRAIN].items()
+                                     if group_of(key) in reasons)
         count(buffer, call.arguments["global_steps"])
     look(buffer, [group for group, why in reasons.items() if why == "failed"],
          buffer.finished_keys[partition])

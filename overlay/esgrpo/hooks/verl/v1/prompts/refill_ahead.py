@@ -1,0 +1,66 @@
+"""A step of v1's separate_async begins another prompt for each finished group that verl's filter will leave out, before
+the trainer asks for its batch and not after."""
+
+from __future__ import annotations
+
+from esgrpo.engine import Hook
+from esgrpo.hooks.verl.v1.rows.queue_rows import TRAIN
+
+_BASE = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
+_BUFFER = "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer"
+
+HOOK = Hook(
+    slug="v1-refill-ahead",
+    target=f"{_BASE}._next_train_batch",
+    process=("v1-task-runner",),
+    kind="wrap",
+    why="verl's group filter evicts and refills while a batch is asked for: what it leaves out is made again while the "
+        "trainer waits, and of the batches that num_warmup_batches puts in process some will never be trained",
+    remove_when="verl's group filter refills as groups end, or its warm-up counts groups that pass",
+    features=("null_groups",),
+    after=("v1-drawn-prompts",),
+    relies_on=(f"{_BASE}._add_batch_to_generate", f"{_BASE}._add_prompts_to_generate",
+               f"{_BUFFER}._dapo_filtered_keys", f"{_BUFFER}._sync_metadata_from_transfer_queue",
+               f"{_BUFFER}Async._stale_terminal_keys"),
+    without=(("<0.9.1", "seen under verl 0.9.1 alone"),),
+)
+
+MODE = "separate_async"
+
+
+def around(call):
+    trainer = call.owner
+    if call.arguments.get("num_prompts") is not None or not counts(trainer):
+        return call()
+    return call(num_prompts=of_step(trainer))
+
+
+def counts(trainer) -> bool:
+    """Whether this hook says what a step begins. A replay buffer of the user's own has its own rules."""
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+    from esgrpo import engine
+    from esgrpo.algo.terms import Feature
+
+    return (trainer.trainer_mode == MODE and type(trainer.replay_buffer) is ReplayBufferAsync
+            and Feature.NULL_GROUPS in engine.active_features() and not engine.out_of_action(HOOK.slug))
+
+
+def of_step(trainer) -> int:
+    """Prompts that this step begins. What is in process at the first step of a start stays the measure."""
+    from esgrpo.algo.null_groups import to_begin
+    from esgrpo.hooks.verl import owned
+    from esgrpo.hooks.verl.metrics import decision_counts
+
+    buffer, ahead = trainer.replay_buffer, owned.of(trainer, owned.Ahead)
+    counted = decision_counts.counts["replaced/groups"]
+    buffer._sync_metadata_from_transfer_queue()
+    # what is too old is not counted: another prompt for it would make the next ones older still
+    left_out = buffer._dapo_filtered_keys(TRAIN)[0] - buffer._stale_terminal_keys(trainer.global_steps, TRAIN)
+    in_process = len(buffer.prompt_global_steps[TRAIN]) - len(left_out)
+    if ahead.in_process is None:
+        ahead.in_process = in_process
+    # v1-filter-trained-rows has counted its own
+    own = decision_counts.counts["replaced/groups"] - counted
+    decision_counts.add("replaced", groups=max(0, len(left_out) - own), null=len(left_out))
+    return to_begin(trainer.config.data.train_batch_size, ahead.in_process, in_process, len(left_out))
