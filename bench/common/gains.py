@@ -58,8 +58,9 @@ FRESH_PROMPTS = "train_h100_smollm2_chain_sum.json"
 # and with the group filter, eight runs; the filter on a CPU
 FILTER, FILTER_CPU = "train_h100_smollm2_left_out.json", "ablation_filter_all.json"
 ALONE = "train_h200_smollm2_alone.json"
-# the same with the profile of 29 November 2026, in fully async and under v1's separate_async, two pairs each
-SUMS, SUMS_V1 = "train_h200_smollm2_sums.json", "train_h200_smollm2_sums_v1.json"
+# the same with the profile of 29 November 2026, two pairs each: name of the numbers -> record, values of both arms
+SUMS = {"sums": ("train_h200_smollm2_sums.json", ""), "sums_dapo": ("train_h200_smollm2_sums_dapo.json", ""),
+        "sums_v1": ("train_h200_smollm2_sums_v1_filter.json", " filter_groups=on")}  # v1's separate_async
 ENGLISH, CHINESE = "en", "zh"
 
 
@@ -264,9 +265,9 @@ def _pretrained() -> dict[str, str]:
             "spare_useful_plain": filtered(FILTER, "all spare", "plain"),
             "spare_alone": filtered(ALONE, "C spare", "plain"),
             "sampler_alone": filtered(ALONE, "C sampler", "plain"),
-            **{f"{name}_{key}": value for name, record in (("sums", SUMS), ("sums_v1", SUMS_V1)) for key, value in {
-                "useful": filtered(record, "all", "plain"), "reward": of_all(record, "all"),
-                "reward_plain": of_all(record, "plain")}.items()},
+            **{f"{name}_{key}": value for name, (record, own) in SUMS.items() for key, value in {
+                "useful": filtered(record, f"all{own}", f"plain{own}"), "reward": of_all(record, f"all{own}"),
+                "reward_plain": of_all(record, f"plain{own}")}.items()},
             "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
 
 

@@ -243,13 +243,13 @@ def v1_steps(waits, starved=None) -> str:
     (v1_steps(waits=(0.0, 4.5, 0.0), starved=0.1), "neither side is the bottleneck: the trainer waits 15%"),
     # of a v1 run with verl's group filter on an H200: plain verl, and with the overlay
     (v1_steps(waits=(5.4,), starved=0.46),
-     "neither side is the bottleneck, each waits for the other: the trainer waits 54% of its steps for samples, replicas "
-     "have nothing to run 46% of their time; more prompts in process would fill both: under separate_async a larger "
-     "trainer.v1.separate_async.num_warmup_batches"),
+     "neither side is the bottleneck, each waits for the other: the trainer waits 54% of its steps for samples, "
+     "replicas have nothing to run 46% of their time; more prompts in process would fill both: under separate_async a "
+     "larger trainer.v1.separate_async.num_warmup_batches"),
     (v1_steps(waits=(3.9,), starved=0.6), "neither side is the bottleneck, each waits for the other"),
     ("step:3 - fully_async/trainer/idle_ratio:0.5 - fully_async/rollouter/idle_ratio:0.3",
-     "neither side is the bottleneck, each waits for the other: the trainer waits 50% of its time, rollout is paused 30%; "
-     "more prompts in process would fill both: a larger async_training.staleness_threshold, or actor_rollout_ref."),
+     "neither side is the bottleneck, each waits for the other: the trainer waits 50% of its time, rollout is paused "
+     "30%; more prompts in process would fill both: a larger async_training.staleness_threshold, or "),
     (v1_steps(waits=(0.0, "nan", 9.0, 0.0)), "rollout is the bottleneck: the trainer waits 22%"),
     (v1_steps(waits=(0.0, 9.0, 9.0), starved=0.1), "rollout is the bottleneck: the trainer waits 60%"),
 ])
