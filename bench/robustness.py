@@ -209,7 +209,7 @@ def collect(runs: list[tuple[Cell, str, int]], options) -> tuple[dict, dict, lis
     for cell, name, seed in runs:
         ended = False
         label, run_dir = f"{cell.name}, {name}", run_dir_of(cell, name, seed, options)
-        cause = arm.error_line(run_dir / "log.txt") if run_dir.exists() else "not started"
+        cause = arm.error_line(run_dir / "log.txt")
         try:
             if is_over(run_dir, overrides(cell, name, seed, run_dir, options)):
                 found[label][seed], curves[label][seed] = measures(cell, run_dir, targets(options)[cell.name])

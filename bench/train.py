@@ -17,7 +17,8 @@ FILE, which an earlier run left) are such values, too.
 --together starts all arms and seeds at once on the same GPUs, each held until all could begin: one start for all of
 them, and a GPU that idles in one run is used by another. Their speeds are those of a crowded machine. With
 ESGRPO_BENCH_DEVICE=cuda-shared each run has one of the visible GPUs for its trainer and its rollout, beside others.
-On two H100s and 32 cores six runs of SmolLM2 began after six to seven minutes; eight found no room for their threads.
+On two H100s and 32 cores six runs of SmolLM2 began after six to seven minutes; eight found no room for their threads,
+and of twelve on two H200s two did not.
 Of the testbed at its cap three took 62 GB of an H100 (--micro-batch 2), of four, with 73 to 81 GB, one ran out of it;
 with --micro-batch 1 five took 55 GB.
 
@@ -49,6 +50,7 @@ from bench.common import (
     together,
     training,
 )
+from bench.common.arm import error_line
 from bench.common.console import say
 from bench.common.scales import FAMILIES, SEGMENTS, SMOLLM2
 from bench.testbed import make_data
@@ -280,8 +282,9 @@ def main(argv: list[str] | None = None) -> int:
             lines = overrides(options, seed, data[seed], run_dir, name)
             try:
                 if options.apart and not training.is_done(run_dir / "arm.json", lines):
+                    cause = error_line(run_dir / "log.txt")
                     raise RuntimeError(f"{name} seed {seed}: it did not end beside the others, and is not run "
-                                       f"alone; see the files {options.out}/{together.LOGS}")
+                                       f"alone ({cause}); see the files {options.out}/{together.LOGS}")
                 found[name][seed], curves[name][seed] = training.run_one(
                     f"{name} seed {seed}", lines, run_dir, options.budget, options.target,
                     targets=options.targets, brought=brought, stop=options.stop,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.common import stack
+from esgrpo.tools.doctor import logs as doctor
 
 # of fully-async training, and of the v1 trainers, which say no sooner that all of their replicas are there
 READY = ("All components initialized successfully", "Initial validation metrics")
@@ -116,7 +117,13 @@ def end_processes(marker: str) -> None:
 
 
 def error_line(log: Path) -> str:
-    """The last line that names an error, without Ray's colours and prefixes."""
+    """The line of the cause, where `esgrpo doctor` knows it; else the last one that names an error, without Ray's
+    colours and prefixes."""
+    if not log.exists():
+        return "not started"
+    answer = doctor.read_file(str(log))
+    if answer.state == "known":
+        return f"{answer.matches[0].signature.slug}: {answer.matches[0].text[:doctor.SHOWN]}"
     text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
     lines = [line for line in text.splitlines() if re.search(r"(Error|Exception)\b.*:|^esgrpo: ", line)]
     return lines[-1].strip() if lines else f"see {log}"

@@ -101,3 +101,17 @@ def test_what_an_earlier_run_left_in_its_folder_is_not_of_this_one(tmp_path, mon
                f"open(os.environ['VERL_FILE_LOGGER_PATH'], 'w').write('{line}')")
     monkeypatch.setattr(arm.stack, "command", lambda main, overrides: [sys.executable, "-c", program])
     assert [row["step"] for row in arm.run("a", [], tmp_path, tmp_path, say=lambda text: None).metrics] == [1]
+
+
+@pytest.mark.parametrize("log, said", [
+    (["raise BackendCompilerFailed(", "BlockingIOError: [Errno 11] Resource temporarily unavailable",
+      "RuntimeError: Engine core initialization failed."],
+     "no-more-threads: BlockingIOError: [Errno 11] Resource temporarily unavailable"),
+    (["\x1b[36m(pid=1)\x1b[0m ValueError: of nobody's knowledge", "bye"], "(pid=1) ValueError: of nobody's knowledge"),
+    (["bye"], "see "), (None, "not started")])
+def test_a_run_that_failed_is_told_with_its_cause(tmp_path, log, said):
+    """Not with the last line that names an error, where the cause is known."""
+    path = tmp_path / "log.txt"
+    if log is not None:
+        path.write_text("\n".join(log))
+    assert arm.error_line(path).startswith(said)
