@@ -56,10 +56,11 @@ def run_v1(mode: str, tmp_path: Path, *extra: str, environment: dict[str, str] |
 
 @pytest.fixture(scope="module")
 def separate(tmp_path_factory) -> Path:
-    """Two optimiser steps per weight version, yields, both kinds of pruning."""
+    """Two optimiser steps per weight version, yields, both kinds of pruning; verl's own group filter, refilled ahead."""
     return run_v1("separate_async", tmp_path_factory.mktemp("separate"), f"{SEGMENT}.enable=True",
                   f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
-                  *SHORT_LOOPS,
+                  *SHORT_LOOPS, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward",
+                  f"{SEGMENT}.null_groups=spare",
                   *stragglers(FINISH_AFTER), mini_batch=4, sync_every=OPTIMISER_STEPS,
                   steps=STEPS, warmup=IN_FLIGHT, off_policy=THRESHOLD, max_num_seqs=ONE_GROUP,
                   environment=stack.slow_engine(STEP_MS))
@@ -125,7 +126,7 @@ def check_tokens(run_dir: Path) -> None:
 
 
 def test_separate_async_has_every_hook_it_needs(separate):
-    check_hooks(separate, "v1-standalone-start", "v1-filter-trained-rows",
+    check_hooks(separate, "v1-standalone-start", "v1-filter-trained-rows", "v1-refill-ahead",
                 "v1-keep-probabilities", "keep-probabilities-reach-estimator")  # it masks what it cuts
 
 
@@ -154,6 +155,8 @@ def test_separate_async_logs_what_it_did(separate):
     assert len(updates) == STEPS
     assert all("esgrpo/bubble_rate" in row and "esgrpo/prune/rate" in row for row in updates)
     assert any("esgrpo/sync/kept" in row for row in updates)
+    assert all("esgrpo/decisions/replaced" in row for row in updates)
+    assert any(row.get("training/filter_groups/evicted_samples") for row in updates), "verl's filter left nothing out"
     assert any("esgrpo/length_bias/enough" in row and "esgrpo/prune/false_rate_bound" in row for row in updates)
     assert {row["esgrpo/pois/optimizer_steps_per_version"] for row in updates} == {OPTIMISER_STEPS}
     # how many live through a sync depends on the machine; what the metric says is what the rows say

@@ -1,5 +1,7 @@
 """Groups without a gradient: which of them give their place to another prompt."""
 
+from math import isqrt
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from esgrpo.algo.null_groups import (
     alike_is_null,
     costs_rollout,
     spare_share,
+    to_begin,
 )
 from esgrpo.algo.terms import NullGroups
 
@@ -48,6 +51,21 @@ def test_a_loop_in_which_nothing_waits_is_left_as_it_is(groups, batch):
 def test_ten_batches_of_groups_alike_are_left_out_then_one_group_is_trained():
     assert played(NullGroups.REPLACE, [(True, 0)] * 42, batch=2) == ([True] * 20 + [False]) * 2
     assert played(NullGroups.REPLACE, [(True, 0)] * 11, batch=0) == [True] * 10 + [False]  # before a batch is known
+
+
+@given(st.integers(1, 32), st.integers(0, 96), st.lists(st.integers(0, 96), max_size=40))
+def test_what_is_begun_ahead_keeps_so_many_in_process_and_no_more(batch, wanted, found):
+    """Of verl's steps: begin, look (what is left out is begun again), take a batch; `found`: left out in each step."""
+    in_process, before = wanted, 0
+    for left_out in found:
+        left_out = min(left_out, in_process)
+        live = in_process - left_out
+        assert left_out > before + isqrt(before) or live >= wanted  # as promised where no more than usual are left out
+        begun = to_begin(batch, wanted, live, left_out)
+        assert begun >= 1 and (left_out or live > wanted or begun == batch)
+        after = live + begun + left_out - batch
+        assert after <= max(wanted + left_out + isqrt(left_out), in_process + 1 - batch)
+        in_process, before = max(after, 0), left_out
 
 
 @pytest.mark.parametrize("estimator, kl_in_reward, null", [
