@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import json
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
 from ci.tests.contract.queue_stub import Queue  # noqa: E402
+from ci.tests.contract.v1_scenes import separate_async  # noqa: E402
 from esgrpo import config, engine, records  # noqa: E402
-from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl import owned  # noqa: E402
 from esgrpo.hooks.verl.metrics import decision_counts  # noqa: E402
 from esgrpo.hooks.verl.v1.overlap import batches_ahead  # noqa: E402
@@ -39,31 +35,10 @@ def run_dir(tmp_path, monkeypatch):
 
 
 def trainer(monkeypatch, controlled: bool, ahead: int = BATCH, mode: str = "separate_async", warmup: float = 0.0):
-    """verl's trainer with its replay buffer, before its first step; generation is the queue's dictionary. `warmup`: of
-    its configuration, where `ahead` prompts came out of a checkpoint."""
-    from omegaconf import OmegaConf
-    from verl.trainer.ppo.v1 import replay_buffer, trainer_separate_async
-
-    kind = trainer_separate_async.PPOTrainerSeparateAsync
-    method = inspect.getattr_static(kind, "_next_train_batch")
-    kind = type("Trainer", (kind,), {
-        "_next_train_batch": wrapped(batches_ahead, method) if controlled else method})
-    made = object.__new__(kind)
-    made.queue, made.trainer_mode, made.global_steps = Queue(monkeypatch), mode, 1
-    made.config = OmegaConf.create({
-        "data": {"train_batch_size": BATCH, "gen_batch_size": 1}, "skip": {"rollout_tq": {"enable": False}},
-        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": MINI_BATCH},
-                              "rollout": {"n": SIZE, "max_num_seqs": 256}},
-        "trainer": {"default_local_dir": ".", "resume_mode": "disable",
-                    "v1": {"separate_async": {"num_warmup_batches": warmup or ahead / BATCH}}}})
-    made.parameter_sync_step, made.current_mode = TRIGGERS, trainer_separate_async.HybridEngineMode.TRAINER
-    made.train_dataloader_it = iter({"raw_prompt": np.array([number], dtype=object)} for number in itertools.count())
-    made.agent_loop_manager = SimpleNamespace(generate_sequences=lambda batch: None)
-    made.replay_buffer = replay_buffer.ReplayBufferAsync(mode, {}, THRESHOLD, "drop", {}, poll_interval=0.0,
-                                                         refill_fn=made._add_prompts_to_generate)
-    made.replay_buffer._wait_for_next_poll = lambda partition, last: end_oldest(made) or last
-    made._restored_tq_prompt_count = 0
-    made._add_async_warmup_batches(ahead / BATCH)
+    """Before its first step."""
+    made = separate_async(Queue(monkeypatch), [batches_ahead] * controlled, mode=mode, mini_batch=MINI_BATCH,
+                          triggers=TRIGGERS, size=SIZE, ahead=ahead, threshold=THRESHOLD, warmup=warmup)
+    made.wait = lambda: end_oldest(made)
     return made
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import json
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ pytest.importorskip("transfer_queue")
 import torch  # noqa: E402
 
 from ci.tests.contract.queue_stub import Queue  # noqa: E402
+from ci.tests.contract.v1_scenes import separate_async  # noqa: E402
 from esgrpo import config, engine  # noqa: E402
 from esgrpo.call import wrapped  # noqa: E402
 from esgrpo.hooks.verl import owned  # noqa: E402
@@ -41,41 +40,17 @@ def counts(monkeypatch):
 
 def trainer(monkeypatch, ahead: bool, mode: str = "separate_async", alike: float = ALIKE, overlap: bool = False,
             threshold: int = 8):
-    """verl's trainer with its replay buffer and filter, its warm-up begun; the queue is a dictionary."""
-    from omegaconf import OmegaConf
-    from verl.trainer.ppo.v1 import replay_buffer, trainer_separate_async
-
-    kind = trainer_separate_async.PPOTrainerSeparateAsync
-    method = inspect.getattr_static(kind, "_next_train_batch")
-    if ahead:
-        method = wrapped(refill_ahead, method)
-    if overlap:
-        method = wrapped(batches_ahead, method)
-    made = object.__new__(type("Trainer", (kind,), {"_next_train_batch": method}))
-    made.queue, made.trainer_mode, made.global_steps = Queue(monkeypatch), mode, 1
-    made.config = OmegaConf.create({
-        "data": {"train_batch_size": BATCH, "gen_batch_size": 1}, "skip": {"rollout_tq": {"enable": False}},
-        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": BATCH}, "rollout": {"n": SIZE, "max_num_seqs": 64}},
-        "trainer": {"default_local_dir": ".", "resume_mode": "disable",
-                    "v1": {"separate_async": {"num_warmup_batches": WARMUP}}}})
-    made.parameter_sync_step, made.current_mode = 1, trainer_separate_async.HybridEngineMode.TRAINER
-    made.train_dataloader_it = iter({"raw_prompt": np.array([number], dtype=object)} for number in itertools.count())
-    made.agent_loop_manager = SimpleNamespace(generate_sequences=lambda batch: None)
-    made.replay_buffer = replay_buffer.ReplayBufferAsync(
-        mode, {}, threshold, "drop", {}, poll_interval=0.0, refill_fn=made._add_prompts_to_generate,
-        filter_groups_metric="reward")
-    made.draws, made.waits = np.random.default_rng(1), 0
-    made.alike = alike
-
-    def wait(partition, last):
-        made.waits += 1
-        end_all(made)
-        return last
-
-    made.replay_buffer._wait_for_next_poll = wait
-    made._restored_tq_prompt_count = 0
-    made._add_async_warmup_batches(WARMUP)
+    """With verl's filter, its warm-up begun."""
+    made = separate_async(Queue(monkeypatch), [refill_ahead] * ahead + [batches_ahead] * overlap, mode=mode,
+                          mini_batch=BATCH, size=SIZE, ahead=WARMUP * BATCH, threshold=threshold, metric="reward")
+    made.draws, made.waits, made.alike = np.random.default_rng(1), 0, alike
+    made.wait = lambda: wait(made)
     return made
+
+
+def wait(made) -> None:
+    made.waits += 1
+    end_all(made)
 
 
 def running(made) -> list[str]:

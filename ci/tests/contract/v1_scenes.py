@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from transfer_queue import KVBatchMeta
 
@@ -29,6 +32,38 @@ def put(queue, key: str, tokens: int, padding: bool = False, **fields) -> None:
 
 def batch_of(queue, *keys):
     return KVBatchMeta(keys=list(keys), tags=[queue.tags[key] for key in keys], partition_id="train")
+
+
+def separate_async(queue, hooks=(), *, mode: str = "separate_async", mini_batch: int, triggers: int = 1, size: int,
+                   ahead: int, threshold: int, warmup: float = 0.0, metric: str | None = None):
+    """verl's own trainer with its replay buffer, before its first step, with these hooks on what it draws; generation
+    is the queue's dictionary, and `wait` of it is what happens while verl waits. `ahead`: prompts begun; `warmup`: of
+    its configuration, where they came out of a checkpoint; `metric`: of verl's group filter."""
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.v1 import replay_buffer, trainer_separate_async
+
+    kind, batch = trainer_separate_async.PPOTrainerSeparateAsync, mini_batch * triggers
+    method = inspect.getattr_static(kind, "_next_train_batch")
+    for hook in hooks:
+        method = wrapped(hook, method)
+    made = object.__new__(type("Trainer", (kind,), {"_next_train_batch": method}))
+    made.queue, made.trainer_mode, made.global_steps = queue, mode, 1
+    made.config = OmegaConf.create({
+        "data": {"train_batch_size": batch, "gen_batch_size": 1}, "skip": {"rollout_tq": {"enable": False}},
+        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": mini_batch},
+                              "rollout": {"n": size, "max_num_seqs": 256}},
+        "trainer": {"default_local_dir": ".", "resume_mode": "disable",
+                    "v1": {"separate_async": {"num_warmup_batches": warmup or ahead / batch}}}})
+    made.parameter_sync_step, made.current_mode = triggers, trainer_separate_async.HybridEngineMode.TRAINER
+    made.train_dataloader_it = iter({"raw_prompt": np.array([number], dtype=object)} for number in itertools.count())
+    made.agent_loop_manager = SimpleNamespace(generate_sequences=lambda batch: None)
+    made.replay_buffer = replay_buffer.ReplayBufferAsync(
+        mode, {}, threshold, "drop", {}, poll_interval=0.0, refill_fn=made._add_prompts_to_generate,
+        filter_groups_metric=metric)
+    made.replay_buffer._wait_for_next_poll = lambda partition, last: made.wait() or last
+    made._restored_tq_prompt_count = 0
+    made._add_async_warmup_batches(ahead / batch)
+    return made
 
 
 class Trainer:

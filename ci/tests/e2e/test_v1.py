@@ -56,7 +56,7 @@ def run_v1(mode: str, tmp_path: Path, *extra: str, environment: dict[str, str] |
 
 @pytest.fixture(scope="module")
 def separate(tmp_path_factory) -> Path:
-    """Two optimiser steps per weight version, yields, both kinds of pruning; verl's own group filter, refilled ahead."""
+    """Two optimiser steps per weight version, yields, both kinds of pruning; verl's group filter, refilled ahead."""
     return run_v1("separate_async", tmp_path_factory.mktemp("separate"), f"{SEGMENT}.enable=True",
                   f"{SEGMENT}.segment_length=64", f"{SEGMENT}.boundary=yield",
                   *SHORT_LOOPS, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward",
