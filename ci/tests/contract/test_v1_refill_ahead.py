@@ -39,10 +39,11 @@ def counts(monkeypatch):
 
 
 def trainer(monkeypatch, ahead: bool, mode: str = "separate_async", alike: float = ALIKE, overlap: bool = False,
-            threshold: int = 8):
-    """With verl's filter, its warm-up begun."""
+            threshold: int = 8, restored: int = 0):
+    """With verl's filter, its warm-up begun, or more groups `restored`."""
     made = separate_async(Queue(monkeypatch), [refill_ahead] * ahead + [batches_ahead] * overlap, mode=mode,
-                          mini_batch=BATCH, size=SIZE, ahead=WARMUP * BATCH, threshold=threshold, metric="reward")
+                          mini_batch=BATCH, size=SIZE, ahead=restored or WARMUP * BATCH, threshold=threshold,
+                          warmup=WARMUP, metric="reward")
     made.draws, made.waits, made.alike = np.random.default_rng(1), 0, alike
     made.wait = lambda: wait(made)
     return made
@@ -118,6 +119,24 @@ def test_what_is_in_process_comes_back_down(monkeypatch):
     for _ in range(4):
         step(made)
     assert in_process(made) == WARMUP * BATCH
+
+
+def test_a_warm_up_that_is_left_out_still_is_the_measure(monkeypatch):
+    """As of a checkpoint most of whose groups have no gradient: verl takes it for full."""
+    made = trainer(monkeypatch, ahead=True, alike=1.0)
+    end_all(made)
+    assert refill_ahead.of_step(made) == BATCH + WARMUP * BATCH + 2  # the root of what is left out
+    assert owned.of(made, owned.Ahead).in_process == WARMUP * BATCH
+
+
+@pytest.mark.parametrize("features, measure", [({"null_groups"}, WARMUP * BATCH),
+                                               ({"null_groups", "overlap"}, WARMUP * BATCH + 5)])
+def test_what_a_checkpoint_brings_back_on_top_is_used_up(monkeypatch, features, measure):
+    """Or each restart would leave more in process. The overlap controller begins its own on purpose."""
+    monkeypatch.setattr(engine, "active_features", lambda: features)
+    made = trainer(monkeypatch, ahead=True, alike=0.0, restored=WARMUP * BATCH + 5)
+    step(made)
+    assert owned.of(made, owned.Ahead).in_process == in_process(made) == measure
 
 
 def test_what_is_too_old_is_no_reason_to_begin_more(monkeypatch):

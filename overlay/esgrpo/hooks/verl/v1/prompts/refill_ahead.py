@@ -47,7 +47,7 @@ def counts(trainer) -> bool:
 
 
 def of_step(trainer) -> int:
-    """Prompts that this step begins. What is in process at the first step of a start stays the measure."""
+    """Prompts that this step begins."""
     from esgrpo.algo.null_groups import to_begin
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts
@@ -59,8 +59,18 @@ def of_step(trainer) -> int:
     left_out = buffer._dapo_filtered_keys(TRAIN)[0] - buffer._stale_terminal_keys(trainer.global_steps, TRAIN)
     in_process = len(buffer.prompt_global_steps[TRAIN]) - len(left_out)
     if ahead.in_process is None:
-        ahead.in_process = in_process
+        ahead.in_process = at_first(trainer, in_process, len(left_out))
     # v1-filter-trained-rows has counted its own
     own = decision_counts.counts["replaced/groups"] - counted
     decision_counts.add("replaced", groups=max(0, len(left_out) - own), null=len(left_out))
     return to_begin(trainer.config.data.train_batch_size, ahead.in_process, in_process, len(left_out))
+
+
+def at_first(trainer, in_process: int, left_out: int) -> int:
+    """What stays in process between two steps of a start: verl's warm-up, for which it counts all groups. A checkpoint
+    brings back what was begun on top, too, which is a measure only where the overlap controller began it."""
+    from esgrpo import engine
+    from esgrpo.algo.terms import Feature
+
+    warmup = int(trainer.config.trainer.v1.separate_async.num_warmup_batches * trainer.config.data.train_batch_size)
+    return in_process if Feature.OVERLAP in engine.active_features() else min(in_process + left_out, warmup)
