@@ -132,7 +132,7 @@ class Ahead:
     """Of v1's trainer."""
 
     owed: int = 0  # prompts to begin beyond the next batch, or to leave out of it
-    in_process: int | None = None  # groups between two steps, those left out that wait for their end; None: not counted
+    in_process: int | None = None  # groups wanted between two steps, less those that the filter will leave out
     threshold: int | None = None  # the replay buffer's own, before it was moved
 
 

@@ -25,8 +25,6 @@ HOOK = Hook(
     without=(("<0.9.1", "seen under verl 0.9.1 alone"),),
 )
 
-MODE = "separate_async"
-
 
 def around(call):
     trainer = call.owner
@@ -40,9 +38,10 @@ def counts(trainer) -> bool:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
     from esgrpo import engine
+    from esgrpo.algo.decisions import SEPARATE
     from esgrpo.algo.terms import Feature
 
-    return (trainer.trainer_mode == MODE and type(trainer.replay_buffer) is ReplayBufferAsync
+    return (trainer.trainer_mode == SEPARATE and type(trainer.replay_buffer) is ReplayBufferAsync
             and Feature.NULL_GROUPS in engine.active_features() and not engine.out_of_action(HOOK.slug))
 
 
