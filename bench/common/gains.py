@@ -25,6 +25,7 @@ TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h20
 CPU = ("ablation_search.json", "ablation_chain.json")
 V1_CPU, V1_SLOW = "train_cpu_v1.json", "train_cpu_v1_slow_engine.json"  # separate_async; engine steps 15 ms longer
 V1_DAPO = "train_cpu_v1_dapo.json"  # the same with DAPO, verl's own group filter on in both arms
+V1_AHEAD = "train_cpu_v1_ahead.json"  # and places of what it leaves out filled ahead
 SAMPLER_CPU = "ablation_sampler.json"  # the sampler alone, as it chooses now; the ablations are of an earlier one
 # records of overlap control: names of its fixed settings; the second without learning, the third of a later controller
 OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json", "overlap_cpu_third_seed.json"),
@@ -268,6 +269,8 @@ def _pretrained() -> dict[str, str]:
             **{f"{name}_{key}": value for name, (record, own) in SUMS.items() for key, value in {
                 "useful": filtered(record, f"all{own}", f"plain{own}"), "reward": of_all(record, f"all{own}"),
                 "reward_plain": of_all(record, f"plain{own}")}.items()},
+            "spare_ahead": filtered(V1_AHEAD, "all", "all without filter"),
+            "ahead_tuned": filtered(V1_AHEAD, "all", "plain warmup=2"),
             "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
 
 
