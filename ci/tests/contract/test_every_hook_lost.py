@@ -19,7 +19,8 @@ pytestmark = pytest.mark.slow
 
 EVERYTHING = [*BASE, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
               "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", f"{LOSS}=pois",
-              "actor_rollout_ref.rollout.n=4",
+              "actor_rollout_ref.rollout.n=4", "trainer.v1.trainer_mode=separate_async",
+              "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward",
               *[f"{SEGMENT}.{setting}" for setting in ("profile=elastic", "segment_length=64", "boundary=yield",
                                                        "prune.resolved.enable=True",
                                                        "prune.treatment=doubly_robust",
@@ -30,7 +31,7 @@ NOT_ASKED = {
     "add-hccl-collective-group": "its users switch it on",
 }
 ON = {"observe", "segment", "prune", "yield", "pois", "dmmpt", "history", "routing", "sampler", "weighted",
-      "keep", "tails", "token_outputs", "overlap", "cpu"}
+      "keep", "tails", "token_outputs", "null_groups", "overlap", "cpu"}
 FEATURES = {"fully-async": ON, "v1": ON | {"v1"}}
 MODES = ("drifted", "absent", "lenient", "disabled")
 
