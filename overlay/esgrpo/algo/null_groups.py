@@ -13,6 +13,7 @@ group is trained, where verl's DAPO recipe would end the run (max_num_gen_batche
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from math import isqrt
 
@@ -47,6 +48,18 @@ def a_batch_can_wait(staleness: float, batches: int) -> bool:
     """Whether a whole batch can wait for the trainer while it trains another: of a version's prompts, which are
     `batches` x (1 + `staleness`) batches (verl's `FullyAsyncRollouter.max_required_samples`)."""
     return batches * (1.0 + staleness) >= 2.0
+
+
+def will_be_left_out(alike: Set[str], too_old: Set[str]) -> int:
+    """Finished groups for which a step of `separate_async` begins others, of those that verl's filter will evict,
+    `alike`. Not those that are `too_old`, too: what more is in process makes the next ones older still."""
+    return len(alike - too_old)
+
+
+def wanted_at_first(in_process: int, left_out: int, warmup: int, controlled: bool) -> int:
+    """What stays in process between two steps of a start: verl's `warmup`, for which it counts all groups. A checkpoint
+    brings back what was begun on top, too, which is a measure only where the overlap controller began it."""
+    return in_process if controlled else min(in_process + left_out, warmup)
 
 
 def to_begin(batch: int, wanted: int, in_process: int, left_out: int) -> int:

@@ -47,29 +47,23 @@ def counts(trainer) -> bool:
 
 def of_step(trainer) -> int:
     """Prompts that this step begins."""
-    from esgrpo.algo.null_groups import to_begin
+    from esgrpo import engine
+    from esgrpo.algo import null_groups
+    from esgrpo.algo.terms import Feature
     from esgrpo.hooks.verl import owned
     from esgrpo.hooks.verl.metrics import decision_counts
 
-    buffer, ahead = trainer.replay_buffer, owned.of(trainer, owned.Ahead)
+    buffer, ahead, batch = trainer.replay_buffer, owned.of(trainer, owned.Ahead), trainer.config.data.train_batch_size
     counted = decision_counts.counts["replaced/groups"]
     buffer._sync_metadata_from_transfer_queue()
-    # what is too old is not counted: another prompt for it would make the next ones older still
-    left_out = buffer._dapo_filtered_keys(TRAIN)[0] - buffer._stale_terminal_keys(trainer.global_steps, TRAIN)
-    in_process = len(buffer.prompt_global_steps[TRAIN]) - len(left_out)
+    left_out = null_groups.will_be_left_out(buffer._dapo_filtered_keys(TRAIN)[0],
+                                            buffer._stale_terminal_keys(trainer.global_steps, TRAIN))
+    in_process = len(buffer.prompt_global_steps[TRAIN]) - left_out
     if ahead.in_process is None:
-        ahead.in_process = at_first(trainer, in_process, len(left_out))
+        warmup = int(trainer.config.trainer.v1.separate_async.num_warmup_batches * batch)
+        ahead.in_process = null_groups.wanted_at_first(in_process, left_out, warmup,
+                                                       Feature.OVERLAP in engine.active_features())
     # v1-filter-trained-rows has counted its own
     own = decision_counts.counts["replaced/groups"] - counted
-    decision_counts.add("replaced", groups=max(0, len(left_out) - own), null=len(left_out))
-    return to_begin(trainer.config.data.train_batch_size, ahead.in_process, in_process, len(left_out))
-
-
-def at_first(trainer, in_process: int, left_out: int) -> int:
-    """What stays in process between two steps of a start: verl's warm-up, for which it counts all groups. A checkpoint
-    brings back what was begun on top, too, which is a measure only where the overlap controller began it."""
-    from esgrpo import engine
-    from esgrpo.algo.terms import Feature
-
-    warmup = int(trainer.config.trainer.v1.separate_async.num_warmup_batches * trainer.config.data.train_batch_size)
-    return in_process if Feature.OVERLAP in engine.active_features() else min(in_process + left_out, warmup)
+    decision_counts.add("replaced", groups=max(0, left_out - own), null=left_out)
+    return null_groups.to_begin(batch, ahead.in_process, in_process, left_out)
