@@ -1,13 +1,16 @@
 """Groups without a gradient: which of them give their place to another prompt."""
 
-from math import isqrt
+from math import sqrt
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from esgrpo.algo.null_groups import (
+    DEVIATIONS,
     MOST_BATCHES,
+    MOST_LEFT_OUT,
+    LeftOutShare,
     NullFilter,
     a_batch_can_wait,
     alike_is_null,
@@ -53,19 +56,48 @@ def test_ten_batches_of_groups_alike_are_left_out_then_one_group_is_trained():
     assert played(NullGroups.REPLACE, [(True, 0)] * 11, batch=0) == [True] * 10 + [False]  # before a batch is known
 
 
-@given(st.integers(1, 32), st.integers(0, 96), st.lists(st.integers(0, 96), max_size=40))
-def test_what_is_begun_ahead_keeps_so_many_in_process_and_no_more(batch, wanted, found):
-    """Of verl's steps: begin, look (what is left out is begun again), take a batch; `found`: left out in each step."""
-    in_process, before = wanted, 0
-    for left_out in found:
-        left_out = min(left_out, in_process)
-        live = in_process - left_out
-        assert left_out > before + isqrt(before) or live >= wanted  # as promised where no more than usual are left out
-        begun = to_begin(batch, wanted, live, left_out)
-        assert begun >= 1 and (left_out or live > wanted or begun == batch)
-        after = live + begun + left_out - batch
-        assert after <= max(wanted + left_out + isqrt(left_out), in_process + 1 - batch)
-        in_process, before = max(after, 0), left_out
+SHARES = st.floats(0.0, MOST_LEFT_OUT)
+
+
+@given(st.integers(1, 64), st.integers(0, 96), st.integers(0, 96), st.integers(0, 96), st.integers(0, 96), SHARES)
+def test_what_is_begun_ahead_leaves_as_many_as_wanted_to_be_expected(batch, wanted, good, running, left_out, share):
+    """Once verl has begun others for what it leaves out and the step has taken its batch."""
+    begun = to_begin(batch, wanted, good, running, left_out, share)
+    after = good + (running + begun + left_out) * (1 - share) - batch
+    on_top = DEVIATIONS * sqrt((batch + wanted) * share)
+    assert begun >= 1 and (begun == 1 or after <= wanted + on_top + 1e-6)
+    assert after > wanted + on_top - 1
+
+
+@given(st.integers(1, 64), st.integers(0, 96), st.integers(0, 96), st.integers(0, 96))
+def test_where_nothing_is_left_out_a_step_begins_what_verl_begins(batch, wanted, good, running):
+    assert to_begin(batch, wanted, good, running, 0, 0.0) == max(1, batch + wanted - good - running)
+    if good + running == wanted:
+        assert to_begin(batch, wanted, good, running, 0, 0.0) == batch
+
+
+STEPS = st.lists(st.tuples(st.integers(1, 64), st.integers(0, 640)), max_size=40)  # trained, left out
+
+
+@given(STEPS, st.integers(1, 64), st.integers(0, 64))
+def test_the_share_is_between_those_of_the_steps(steps, batch, visible):
+    share = LeftOutShare()
+    assert 0.0 <= share.foreseen(batch, visible) == min(MOST_LEFT_OUT, visible / (visible + batch))
+    for trained, left_out in steps:
+        share.note(trained, left_out)
+    shares = [min(MOST_LEFT_OUT, left_out / (left_out + trained)) for trained, left_out in steps]
+    if steps:  # what is visible says nothing any more
+        assert min(shares) - 1e-9 <= share.foreseen(batch, visible) <= max(shares) + 1e-9
+
+
+def test_the_share_follows_the_last_steps():
+    share = LeftOutShare()
+    for left_out in [96] * 20 + [0] * 8:
+        share.note(32, left_out)
+    assert 0.4 < share.foreseen(32, 0) < 0.6  # of 0.75
+    for _ in range(40):
+        share.note(32, 0)
+    assert share.foreseen(32, 0) < 0.01
 
 
 @pytest.mark.parametrize("estimator, kl_in_reward, null", [

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from math import isqrt
+from math import sqrt
 
 from esgrpo.algo.terms import NullGroups
 
 REWARD = "reward"  # algorithm.filter_groups.metric of the reward itself; others are what the reward function returns
 MOST_BATCHES = 10  # of groups left out in a row
+REMEMBERED = 7 / 8  # of what was counted a step before: the share of the last eight steps or so
+MOST_LEFT_OUT = 0.9  # of what is begun ahead, however many the filter leaves out
+DEVIATIONS = 2.0  # of how many it leaves out: the trainer waits for chance in one step of fifty
 # verl's estimators that compare a response with its group alone (`verl.trainer.ppo.core_algos`), and ours; the others
 # whiten over the batch or ask a critic or another policy, and rewards that are alike give advantages there
 OF_THE_GROUP = frozenset({"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg",
@@ -62,12 +65,39 @@ def wanted_at_first(in_process: int, left_out: int, warmup: int, controlled: boo
     return in_process if controlled else min(in_process + left_out, warmup)
 
 
-def to_begin(batch: int, wanted: int, in_process: int, left_out: int) -> int:
-    """Prompts that a step begins instead of verl's `batch`, one at least, so that `wanted` are in process again when
-    it has taken a batch. `in_process`: now, but for the finished groups that verl's filter will leave out, `left_out`.
-    It puts another prompt in their place as soon as it looks, which is too late for this step and in time for the next;
-    that as many come again is a matter of chance, so that one deviation of them is begun on top."""
-    return max(1, batch + wanted - in_process + isqrt(left_out))
+@dataclass
+class LeftOutShare:
+    """Share of finished groups that verl's filter leaves out, over the last steps."""
+
+    trained: float = 0.0  # groups, the earlier the less they count
+    left_out: float = 0.0
+    steps: int = 0
+
+    def note(self, trained: int, left_out: int) -> None:
+        """Of the step that ended."""
+        self.trained = REMEMBERED * self.trained + trained
+        self.left_out = REMEMBERED * self.left_out + left_out
+        self.steps += 1
+
+    def foreseen(self, batch: int, visible: int) -> float:
+        """Of groups that have not ended, at most MOST_LEFT_OUT. Before a step has ended `visible`, the finished groups
+        that will be left out, beside a `batch` of others: a few are no measure."""
+        left_out, trained = (self.left_out, self.trained) if self.steps else (visible, batch)
+        return min(MOST_LEFT_OUT, left_out / (left_out + trained)) if left_out else 0.0
+
+
+def to_begin(batch: int, wanted: int, good: int, running: int, left_out: int, share: float) -> int:
+    """Prompts that a step begins instead of verl's `batch`, one at least, so that when it has taken a batch as many
+    groups that can be trained are expected in process as `wanted`.
+
+    `good`: finished groups that can be trained, `running`: not finished, of which `share` will be left out, `left_out`:
+    finished, in whose place verl puts other prompts as soon as it looks: too late for this step and in time for the
+    next. How many are left out is a matter of chance: DEVIATIONS of it are wanted on top (of the groups begun for n
+    that can be trained n x share / (1 - share)^2 is the variance, in groups that can be trained n x share).
+    """
+    expected = good + running * (1.0 - share)
+    on_top = DEVIATIONS * sqrt((batch + wanted) * share)
+    return max(1, int((batch + wanted + on_top - expected) / (1.0 - share)) - left_out)
 
 
 @dataclass

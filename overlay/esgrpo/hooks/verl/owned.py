@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from esgrpo.algo.calibration import Calibration
 from esgrpo.algo.experience import ExperienceBuffer, Overflow, SentSample
 from esgrpo.algo.failures import FailedPrompts, FailureStreak
-from esgrpo.algo.null_groups import NullFilter
+from esgrpo.algo.null_groups import LeftOutShare, NullFilter
 
 if TYPE_CHECKING:
     from esgrpo.algo.carry_over import CarryOver
@@ -133,6 +133,7 @@ class Ahead:
 
     owed: int = 0  # prompts to begin beyond the next batch, or to leave out of it
     in_process: int | None = None  # groups wanted between two steps, less those that the filter will leave out
+    share: LeftOutShare = field(default_factory=LeftOutShare)  # of the latter
     threshold: int | None = None  # the replay buffer's own, before it was moved
 
 
@@ -179,6 +180,7 @@ class Groups:
     evicted: dict[str, str] = field(default_factory=dict)  # since the trainer asked: reason, algo.carry_over.ENDINGS
     judged: dict[str, bool] = field(default_factory=dict)  # finished: was it replaced?
     passed: set[str] = field(default_factory=set)  # verl's filter, and we have looked at them
+    filtered: int = 0  # groups that verl's filter left out, since a step began
     evicted_tokens: int = 0  # since the overlap controller asked: responses that nobody will train
     observed: frozenset[str] = frozenset()  # finished, and the history knows their outcomes
 

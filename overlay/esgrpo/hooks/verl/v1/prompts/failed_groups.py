@@ -24,7 +24,7 @@ HOOK = Hook(
 
 def around(call):
     from esgrpo import records
-    from esgrpo.algo.carry_over import remember
+    from esgrpo.algo.carry_over import FILTERED, remember
     from esgrpo.algo.rows import Evicted
     from esgrpo.hooks.verl import owned
 
@@ -37,6 +37,7 @@ def around(call):
         # the hook on the filter has recorded those that it replaced
         for group in [group for group in reasons if not groups.judged.get(group)]:
             records.write(Evicted(group=group, reason=reasons[group]))
+        groups.filtered += sum(why == FILTERED for why in reasons.values())
         groups.evicted_tokens += sum(tag.get("response_len", 0) for key, tag in buffer.partitions[TRAIN].items()
                                      if group_of(key) in reasons)
         count(buffer, call.arguments["global_steps"])

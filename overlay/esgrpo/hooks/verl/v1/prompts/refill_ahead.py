@@ -54,16 +54,21 @@ def of_step(trainer) -> int:
     from esgrpo.hooks.verl.metrics import decision_counts
 
     buffer, ahead, batch = trainer.replay_buffer, owned.of(trainer, owned.Ahead), trainer.config.data.train_batch_size
+    groups = owned.of(buffer, owned.Groups)
     counted = decision_counts.counts["replaced/groups"]
     buffer._sync_metadata_from_transfer_queue()
     left_out = null_groups.will_be_left_out(buffer._dapo_filtered_keys(TRAIN)[0],
                                             buffer._stale_terminal_keys(trainer.global_steps, TRAIN))
-    in_process = len(buffer.prompt_global_steps[TRAIN]) - left_out
+    in_process, finished = len(buffer.prompt_global_steps[TRAIN]), len(buffer.finished_keys[TRAIN])
     if ahead.in_process is None:
         warmup = int(trainer.config.trainer.v1.separate_async.num_warmup_batches * batch)
-        ahead.in_process = null_groups.wanted_at_first(in_process, left_out, warmup,
+        ahead.in_process = null_groups.wanted_at_first(in_process - left_out, left_out, warmup,
                                                        Feature.OVERLAP in engine.active_features())
+    else:
+        ahead.share.note(batch, groups.filtered)
+    groups.filtered = 0
     # v1-filter-trained-rows has counted its own
     own = decision_counts.counts["replaced/groups"] - counted
     decision_counts.add("replaced", groups=max(0, left_out - own), null=left_out)
-    return null_groups.to_begin(batch, ahead.in_process, in_process, left_out)
+    return null_groups.to_begin(batch, ahead.in_process, finished - left_out, in_process - finished, left_out,
+                                ahead.share.foreseen(batch, left_out))
