@@ -62,6 +62,7 @@ ALONE = "train_h200_smollm2_alone.json"
 # the same with the profile of 29 November 2026, two pairs each: name of the numbers -> record, values of both arms
 SUMS = {"sums": ("train_h200_smollm2_sums.json", ""), "sums_dapo": ("train_h200_smollm2_sums_dapo.json", ""),
         "sums_v1": ("train_h200_smollm2_sums_v1_filter.json", " filter_groups=on")}  # v1's separate_async
+SUMS_V1_TUNED = "train_h200_smollm2_sums_v1_warmup.json"  # the same beside verl's warm-up of two and of three batches
 ENGLISH, CHINESE = "en", "zh"
 
 
@@ -269,6 +270,9 @@ def _pretrained() -> dict[str, str]:
             **{f"{name}_{key}": value for name, (record, own) in SUMS.items() for key, value in {
                 "useful": filtered(record, f"all{own}", f"plain{own}"), "reward": of_all(record, f"all{own}"),
                 "reward_plain": of_all(record, f"plain{own}")}.items()},
+            **{f"tuned_{name}": spread(pair.ratio(key) for pair in training_pairs(
+                (SUMS_V1_TUNED,), "plain filter_groups=on warmup=3", "all filter_groups=on"))
+               for name, key in (("useful", USEFUL), ("tokens", "decoded tokens per group with gradient"))},
             "spare_ahead": filtered(V1_AHEAD, "all", "all without filter"),
             "ahead_tuned": filtered(V1_AHEAD, "all", "plain warmup=2"),
             "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
