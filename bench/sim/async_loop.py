@@ -236,7 +236,7 @@ class Loop:
         """Into the queue, or its place goes to another prompt."""
         left_out = self.filter.leaves_out(self.case.null_groups, group in self.nulls, len(self.queue),
                                           self.setting.trigger)
-        self.filter.note(left_out)
+        self.filter.note(left_out, self.setting.trigger)
         tokens = sum(self.spans[group].values())
         self.judged += 1
         self.judged_nulls += group in self.nulls

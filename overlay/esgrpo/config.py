@@ -216,8 +216,8 @@ class Segment:
                             needs=("enable", "observe"))
     null_groups: str = _choice(
         "train", tuple(map(str, NullGroups)), "finished groups whose rewards are all alike: trained, as verl's "
-        "fully async loop does, or another prompt in their place, always (replace, DAPO's dynamic sampling) or while a "
-        "whole batch of others waits for the trainer (spare; under v1's separate_async the places of what verl's own "
+        "fully async loop does, or another prompt in their place, always (replace, DAPO's dynamic sampling) or while "
+        "enough others wait for the trainer (spare; under v1's separate_async the places of what verl's own "
         "filter will leave out, before the trainer asks)", needs=("enable",))
     max_failed_prompts: float = _number(
         0.01, 0.0, 1.0, "share of a weight version's prompts whose reward may raise, at least one prompt; 0: none",

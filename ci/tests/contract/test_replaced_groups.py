@@ -79,6 +79,7 @@ def rollouter(rollouter_class, kinds, limit=LIMIT):
     made.dropped_stale_samples = made.processed_sample_count = 0
     made.max_required_samples = made.required_samples = made.staleness_threshold = 0
     made.max_queue_size = made.max_concurrent_samples = 0
+    made.paused = False
     made.served = []
 
     async def generate(batch):
@@ -313,3 +314,52 @@ def test_two_hooks_on_the_method_compose(rollouter_class, monkeypatch):
     made = rollouter(rollouter_class, [NULL, PLAIN])
     asyncio.run(run(made, both_))
     assert len(made.queue.samples) == LIMIT and len(seen) == LIMIT + 1
+
+
+def waiting_rollouter(rollouter_class):
+    """All prompts that a version may begin, two, have begun; the first group has no gradient. verl's processor."""
+    made = rollouter(rollouter_class, [ALIKE, MIXED])
+    made.max_required_samples, made.max_queue_size, made.max_concurrent_samples, made.required_samples = 2, 9, 2, 1
+    made._active_count_history, made.lock = [], asyncio.Lock()
+    made._resume_event, made.idle_start_time, made.running = asyncio.Event(), 0.0, True
+    made._resume_event.set()
+    return made
+
+
+async def begun_in_a_version(made, hooked) -> int:
+    """Prompts, before verl's monitor looks and before weights are synced."""
+    made._process_single_sample_streaming = lambda sample: hooked(made, sample)
+    made.queue.samples = [None]  # as many as the trainer takes at once
+    made.feed_task = asyncio.ensure_future(made._feed_samples())
+    processor = asyncio.ensure_future(made._processor_worker())
+    await asyncio.sleep(0.2)
+    for task in (processor, made.feed_task):
+        task.cancel()
+    await asyncio.gather(processor, made.feed_task, return_exceptions=True)
+    return len(made.served)
+
+
+@pytest.mark.hook("resolved-groups-are-replaced")
+def test_the_place_is_filled_at_once_though_the_version_had_begun_all_its_prompts(rollouter_class, null_groups):
+    null_groups("spare")
+    original, hooked = both(rollouter_class)
+    made = waiting_rollouter(rollouter_class)
+    assert asyncio.run(begun_in_a_version(made, hooked)) == 3
+    assert made.staleness_samples == made.max_required_samples and made.paused
+    assert len(made.queue.samples) == 1 + 2 and made.total_generated_samples == 2
+    plain = waiting_rollouter(rollouter_class)
+    assert asyncio.run(begun_in_a_version(plain, original)) == 2  # negative control: verl trains the first one
+
+
+def test_without_room_for_another_prompt_the_rollouter_stays_paused(rollouter_class):
+    from esgrpo.hooks.verl.groups.replaced_groups import begin_again
+
+    async def after(staleness: int, paused: bool = True):
+        made = waiting_rollouter(rollouter_class)
+        made._resume_event.clear()
+        made.paused, made.staleness_samples = paused, staleness
+        begin_again(made)
+        return made.paused, made._resume_event.is_set()
+
+    assert asyncio.run(after(2)) == (True, False) and asyncio.run(after(1)) == (False, True)
+    assert asyncio.run(after(1, paused=False)) == (False, False)

@@ -28,7 +28,7 @@ def played(mode: str, groups, batch: int) -> list[bool]:
     judge, found = NullFilter(), []
     for alike, waiting in groups:
         found.append(judge.leaves_out(mode, alike, waiting, batch))
-        judge.note(found[-1])
+        judge.note(found[-1], batch)
     return found
 
 
@@ -38,7 +38,6 @@ def test_only_groups_without_a_gradient_are_left_out_and_never_too_many_in_a_row
         in_a_row = 0
         for (alike, waiting), left_out in zip(groups, played(mode, groups, batch), strict=True):
             assert not left_out or alike and mode != NullGroups.TRAIN
-            assert not left_out or mode == NullGroups.REPLACE or waiting >= batch
             wanted = mode == NullGroups.REPLACE or mode == NullGroups.SPARE and waiting >= batch
             assert left_out or not alike or not wanted or in_a_row == MOST_BATCHES * batch
             in_a_row = in_a_row + 1 if left_out else 0
@@ -49,6 +48,45 @@ def test_only_groups_without_a_gradient_are_left_out_and_never_too_many_in_a_row
 def test_a_loop_in_which_nothing_waits_is_left_as_it_is(groups, batch):
     starved = [(alike, min(waiting, batch - 1)) for alike, waiting in groups]
     assert not any(played(NullGroups.SPARE, starved, batch))
+
+
+TAKES = None  # the trainer takes a batch, or what is there
+EVENTS = st.lists(st.one_of(st.just(TAKES), st.booleans()), max_size=400)  # or a group ends: alike?
+
+
+@given(EVENTS, st.integers(1, 6))
+def test_before_a_batch_waits_no_more_are_left_out_than_the_last_one_left_waiting(events, batch):
+    """So that the next one is complete where as many end as before, whatever becomes of the other prompts."""
+    judge, waiting, beyond, early = NullFilter(), 0, 0, 0
+    for event in events:
+        if event is TAKES:
+            beyond = waiting = max(0, waiting - batch)
+            early = 0
+            continue
+        left_out = judge.leaves_out(NullGroups.SPARE, event, waiting, batch)
+        judge.note(left_out, batch)
+        early += left_out and waiting < batch
+        assert not left_out or event
+        assert waiting >= batch or early <= beyond
+        waiting += not left_out
+
+
+def test_a_group_is_left_out_early_once_two_batches_were_taken_from_more():
+    judge, left_out = NullFilter(), []
+
+    def ends(alike: bool, waiting: int) -> None:
+        left_out.append(judge.leaves_out(NullGroups.SPARE, alike, waiting, 4))
+        judge.note(left_out[-1], 4)
+
+    for _ in range(2):  # from 7, beginning with 3
+        for waiting in (3, 4, 5, 6):
+            ends(False, waiting)
+    assert not any(left_out)
+    ends(True, 3)  # the third one was taken
+    assert left_out.pop()
+    for _ in range(3):
+        ends(True, 3)
+    assert left_out[-3:] == [True, True, False]  # three waited beyond the batch
 
 
 def test_ten_batches_of_groups_alike_are_left_out_then_one_group_is_trained():

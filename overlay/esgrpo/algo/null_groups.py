@@ -3,9 +3,10 @@
 Rewards that are all alike give GRPO advantages of 0: the group costs the trainer a place in its mini-batch, and nothing
 is learned from it. DAPO (arXiv 2503.14476, dynamic sampling) keeps no such group and samples until the batch is full.
 That pays while the trainer is the slower side. Where it waits for groups, each one that is left out makes it wait for
-another, and the optimiser steps are fewer: `spare` leaves one out only while a whole batch waits already, `replace`
-always. verl's v1 trainers have that filter themselves and judge when a batch is asked for; there `spare` begins, under
-`separate_async`, other prompts before that.
+another, and the optimiser steps are fewer: `spare` leaves one out only while a whole batch waits already, and before
+that no more than the trainer left waiting when it took its last two batches; `replace` always. verl's v1 trainers have
+that filter themselves and judge when a batch is asked for; there `spare` begins, under `separate_async`, other prompts
+before that.
 
 A reward that is the same for all must not starve the trainer: after MOST_BATCHES batches without a gradient one such
 group is trained, where verl's DAPO recipe would end the run (max_num_gen_batches=10). Pure.
@@ -105,14 +106,24 @@ class NullFilter:
     """Of a rollouter. Sizes in groups."""
 
     in_a_row: int = 0  # left out since one was trained
+    left: int = 0  # waiting, as the last group that was judged left it
+    beyond: tuple[int, int] = (0, 0)  # what the trainer left waiting as it took its last two batches
+    early: int = 0  # left out since, while no batch waited
 
     def leaves_out(self, mode: str, alike: bool, waiting: int, batch: int) -> bool:
         """Whether a finished group gives its place to another prompt.
 
         `alike`: all its rewards are; `waiting`: groups that wait for the trainer, `batch`: what it takes at once.
         """
-        wanted = mode == NullGroups.REPLACE or mode == NullGroups.SPARE and waiting >= batch
+        if self.left - waiting > batch // 2 or waiting == 0 < self.left:  # less are groups that end at one time
+            self.beyond, self.early = (self.beyond[1], min(waiting, max(0, self.left - batch))), 0
+        self.left = waiting
+        spare = waiting >= batch or self.early < min(self.beyond)
+        wanted = mode == NullGroups.REPLACE or mode == NullGroups.SPARE and spare
         return alike and wanted and self.in_a_row < MOST_BATCHES * max(1, batch)
 
-    def note(self, left_out: bool) -> None:
+    def note(self, left_out: bool, batch: int) -> None:
+        """Of the group that was judged, or left out unseen."""
         self.in_a_row = self.in_a_row + 1 if left_out else 0
+        self.early += left_out and self.left < batch
+        self.left += not left_out

@@ -61,7 +61,7 @@ class NullGroups(_Word):
     """What becomes of finished groups without a gradient (`algo/null_groups.py`)."""
 
     TRAIN = "train"
-    SPARE = "spare"  # another prompt in their place while a whole batch of others waits for the trainer
+    SPARE = "spare"  # another prompt in their place while enough others wait for the trainer
     REPLACE = "replace"  # the same, always
 
 

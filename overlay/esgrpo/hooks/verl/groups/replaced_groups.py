@@ -21,6 +21,8 @@ HOOK = Hook(
     remove_when="verl's rollouter asks a filter before it puts a group into the message queue",
     features=("prune", "null_groups"),
     relies_on=("verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter._feed_samples",
+               "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter._processor_worker",
+               "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter._async_monitor_loop",
                "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter.reset_staleness",
                "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncRollouter.get_statistics",
                "verl.experimental.fully_async_policy.message_queue:MessageQueueClient.put_sample"),
@@ -75,7 +77,7 @@ def replace(rollouter, sample) -> bool:
     foreseen = is_resolved_null(rows, kept)
     replaced = (foreseen or _left_out(rollouter, sample, rows, kept)) and another_instead(rollouter)
     prune_metrics.note(rollouter, rows, replaced)
-    owned.of(rollouter, owned.NullGroups).filter.note(replaced)
+    owned.of(rollouter, owned.NullGroups).filter.note(replaced, rollouter.required_samples)
     if not replaced:
         return False
     decision_counts.add("replaced", groups=1)
@@ -83,11 +85,19 @@ def replace(rollouter, sample) -> bool:
         owned.of(rollouter, owned.RolloutSignals).left_out_tokens += sum(row["tokens"] for row in rows)
     in_flight.ended(rollouter, sample, Status.PRUNED)
     rollouter.staleness_samples -= 1
+    begin_again(rollouter)
     # the original counts every group that was put: one of them was not
     rollouter.total_generated_samples -= 1
     rollouter._step_generated_samples -= 1
     records.write(Replaced(group=f"uid_{sample.sample_id}", sample_id=sample.sample_id, rows=rows))
     return True
+
+
+def begin_again(rollouter) -> None:
+    """Where a version's prompts had all begun: verl's monitor would look once in ten seconds whether there is room."""
+    if rollouter.paused and rollouter.staleness_samples < rollouter.max_required_samples:
+        rollouter.paused = False
+        rollouter._resume_event.set()
 
 
 def _left_out(rollouter, sample, rows: list[dict], kept: list[bool]) -> bool:
