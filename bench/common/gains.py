@@ -26,6 +26,7 @@ CPU = ("ablation_search.json", "ablation_chain.json")
 V1_CPU, V1_SLOW = "train_cpu_v1.json", "train_cpu_v1_slow_engine.json"  # separate_async; engine steps 15 ms longer
 V1_DAPO = "train_cpu_v1_dapo.json"  # the same with DAPO, verl's own group filter on in both arms
 V1_AHEAD = "train_cpu_v1_ahead.json"  # and places of what it leaves out filled ahead
+V1_FORESEEN = "train_cpu_v1_foreseen.json"  # by the rule of today, beside two and three batches ahead
 SAMPLER_CPU = "ablation_sampler.json"  # the sampler alone, as it chooses now; the ablations are of an earlier one
 # records of overlap control: names of its fixed settings; the second without learning, the third of a later controller
 OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json", "overlap_cpu_third_seed.json"),
@@ -274,7 +275,7 @@ def _pretrained() -> dict[str, str]:
                 (SUMS_V1_TUNED,), "plain filter_groups=on warmup=3", "all filter_groups=on"))
                for name, key in (("useful", USEFUL), ("tokens", "decoded tokens per group with gradient"))},
             "spare_ahead": filtered(V1_AHEAD, "all", "all without filter"),
-            "ahead_tuned": filtered(V1_AHEAD, "all", "plain warmup=2"),
+            "ahead_tuned": filtered(V1_FORESEEN, "all", "plain warmup=3"),
             "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
 
 
