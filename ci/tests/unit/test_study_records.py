@@ -9,7 +9,7 @@ import pytest
 
 from bench import loops, resolved, verdict
 from bench.common import gains, provenance
-from bench.sim import null_groups, overlap
+from bench.sim import null_groups, overlap, refill_ahead
 from esgrpo.tools.report import load
 
 SMALL = {
@@ -19,6 +19,7 @@ SMALL = {
     "loops": (loops, ["--placements", "300"]),
     "simulated overlap": (overlap, ["--case", "age scale 2", "--groups", "96"]),
     "simulated null groups": (null_groups, ["--groups", "32", "--seeds", "1"]),
+    "simulated refill": (refill_ahead, ["--steps", "20", "--seeds", "1"]),
 }
 CHANGES = ("command", "look_microseconds", "worker_cost", "seconds")  # from one call to the next
 

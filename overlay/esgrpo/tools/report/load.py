@@ -89,6 +89,8 @@ def _kind(data: dict) -> str:
         return "simulated overlap"
     if "null_share" in case:
         return "simulated null groups"
+    if "left_out" in case:
+        return "simulated refill"
     arms = data.get("arms")
     if isinstance(arms, dict) and arms and all("throughput_ratio_own" in arm for arm in arms.values()):
         return "decode overhead"
@@ -117,7 +119,7 @@ SPREADS = {
     "looks": OVER_SEEDS, "thresholds": "none: no coin decides", "loops": "one seed", "gates": "every run shown",
     "verdict cost": OVER_SEEDS,
     "simulated overlap": OVER_SEEDS,
-    "simulated null groups": "median over seeds",
+    "simulated null groups": "median over seeds", "simulated refill": "median over seeds",
 }
 
 

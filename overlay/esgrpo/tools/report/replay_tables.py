@@ -122,3 +122,14 @@ def null_groups(record: Record) -> list[Table]:
              *[f"{case[mode][name]:.2f}" for mode, name in measures]] for case in cases]
     return [Table("The group filter; rates of train = 1", [["staleness", "without a gradient", "rollout / training", *[
         f"{mode}: {name}" for mode, name in measures]], *rows])]
+
+
+def refill(record: Record) -> list[Table]:
+    """What a step begins ahead of verl's filter, by who says it and how many batches ahead."""
+    cases = record.data["cases"]
+    arms = [name for name, found in cases[0].items() if isinstance(found, dict)]
+    measures = list(cases[0][arms[0]])
+    rows = [[percent(case["left_out"]), f"{case['median_s']:g}",
+             *[f"{case[arm][name]:.2f}" for arm in arms for name in measures]] for case in cases]
+    return [Table("What a step of separate_async begins", [["left out", "a group lasts, s", *[
+        f"{arm}: {name}" for arm in arms for name in measures]], *rows])]

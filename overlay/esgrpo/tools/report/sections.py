@@ -61,7 +61,7 @@ TABLES = {
     "verdicts": replay_tables.verdicts, "looks": replay_tables.looks, "thresholds": replay_tables.thresholds,
     "loops": replay_tables.loops, "gates": replay_tables.gates,
     "verdict cost": replay_tables.verdict_cost, "simulated overlap": replay_tables.overlap,
-    "simulated null groups": replay_tables.null_groups,
+    "simulated null groups": replay_tables.null_groups, "simulated refill": replay_tables.refill,
 }
 FIGURES = {
     "engine": policy_figures.policies, "simulation": policy_figures.policies, "tau": policy_figures.tau,
@@ -101,7 +101,8 @@ ORDER = (
      "Each against plain upstream in one process, with a control of plain against plain; what learned verdicts take in "
      "an agent-loop worker is timed by itself."),
     ("What is to be expected at other sizes?",
-     lambda r: r.kind in ("tau", "validation", "simulation", "simulated overlap", "simulated null groups"),
+     lambda r: r.kind in ("tau", "validation", "simulation", "simulated overlap", "simulated null groups",
+                          "simulated refill"),
      "A virtual clock drives the overlay's own decision code, with step times measured on real engines. These numbers "
      "are simulated where it says so: what to expect, not what was seen."),
 )
