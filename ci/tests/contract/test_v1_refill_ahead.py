@@ -165,6 +165,9 @@ def test_what_is_too_old_is_no_reason_to_begin_more(monkeypatch):
     end_all(made)
     made.global_steps = 3  # the warm-up is of version 1
     assert refill_ahead.of_step(made) == BATCH and not decision_counts.counts["replaced/groups"]
+    buffer = made.replay_buffer
+    evicted = buffer._evict_terminal_groups(3, "train", buffer._terminal_eviction_reasons(3, "train"))[0]
+    assert len(evicted) == WARMUP * BATCH and owned.of(buffer, owned.Groups).filtered == 0
 
 
 @pytest.mark.parametrize("mode", ["colocate_async", "sync"])

@@ -71,22 +71,41 @@ def test_before_a_batch_waits_no_more_are_left_out_than_the_last_one_left_waitin
         waiting += not left_out
 
 
+class Rollouter:
+    """Whose trainer takes batches of four."""
+
+    def __init__(self):
+        self.judge = NullFilter()
+
+    def ends(self, alike: bool, waiting: int) -> bool:
+        left_out = self.judge.leaves_out(NullGroups.SPARE, alike, waiting, 4)
+        self.judge.note(left_out, 4)
+        return left_out
+
+    def two_batches_from_seven(self) -> None:
+        for waiting in (3, 4, 5, 6, 3, 4, 5, 6):
+            assert not self.ends(False, waiting)
+
+
 def test_a_group_is_left_out_early_once_two_batches_were_taken_from_more():
-    judge, left_out = NullFilter(), []
+    made = Rollouter()
+    made.two_batches_from_seven()
+    assert [made.ends(True, 3) for _ in range(4)] == [True, True, True, False]  # three waited beyond the second one
 
-    def ends(alike: bool, waiting: int) -> None:
-        left_out.append(judge.leaves_out(NullGroups.SPARE, alike, waiting, 4))
-        judge.note(left_out[-1], 4)
 
-    for _ in range(2):  # from 7, beginning with 3
-        for waiting in (3, 4, 5, 6):
-            ends(False, waiting)
-    assert not any(left_out)
-    ends(True, 3)  # the third one was taken
-    assert left_out.pop()
-    for _ in range(3):
-        ends(True, 3)
-    assert left_out[-3:] == [True, True, False]  # three waited beyond the batch
+def test_the_fewer_that_two_batches_left_waiting_count():
+    made = Rollouter()
+    made.two_batches_from_seven()
+    assert not made.ends(False, 3)  # the third batch was taken: four wait
+    assert not made.ends(True, 0)  # and the fourth, from four
+
+
+def test_a_trainer_that_took_what_there_was_waits_for_the_next_one():
+    made = Rollouter()
+    made.two_batches_from_seven()
+    for waiting in (3, 4, 1):  # the third batch was taken, and the fourth, from five
+        assert not made.ends(False, waiting)
+    assert not made.ends(True, 0)  # and then the two that there were
 
 
 def test_ten_batches_of_groups_alike_are_left_out_then_one_group_is_trained():
