@@ -3,7 +3,8 @@
 On PYTHONPATH behind the overlay, whose own sitecustomize runs this one in every interpreter of a run. A run that has
 its replicas touches TOGETHER_GATE.at and waits, before its first weight sync, while the file TOGETHER_GATE is there.
 vLLM measures the free memory of a GPU when it starts, so that engines there take turns: TOGETHER_TURN is their lock;
-without it they were told their memory. Without TOGETHER_GATE nothing is touched.
+without it they were told their memory. Without TOGETHER_GATE nothing is touched. An engine's port is chosen before its
+worker is made, a minute before it is bound where many start at once, and others have taken it then: it is chosen again.
 """
 
 import os
@@ -37,6 +38,23 @@ def _hold(module):
     manager.__init__ = init
 
 
+def _choose_port_late(module):
+    import functools
+    import socket
+
+    begin = module.Worker.init_device
+
+    @functools.wraps(begin)
+    def init_device(worker, *args, **kwargs):
+        if worker.parallel_config.world_size == 1:  # nobody else has to know it
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                worker.distributed_init_method = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        return begin(worker, *args, **kwargs)
+
+    module.Worker.init_device = init_device
+
+
 def _take_turns(module):
     import fcntl
     import functools
@@ -68,5 +86,6 @@ if "TOGETHER_GATE" in os.environ:
         print("together: wrapt is missing, runs do not wait for each other", file=sys.stderr)
     else:
         wrapt.register_post_import_hook(_hold, "verl.checkpoint_engine.base")
+        wrapt.register_post_import_hook(_choose_port_late, "vllm.v1.worker.gpu_worker")
         if "TOGETHER_TURN" in os.environ:
-            wrapt.register_post_import_hook(_take_turns, "vllm.v1.worker.gpu_worker")
+            wrapt.register_post_import_hook(_take_turns, "vllm.v1.worker.gpu_worker")  # outside: the port within a turn

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -161,6 +163,27 @@ def test_engines_measure_the_memory_of_a_gpu_one_after_the_other(helper):
     for thread in threads:
         thread.join()
     assert [word.split()[1] for word in order] == ["begins", "ends", "begins", "ends"]
+
+
+@pytest.mark.parametrize("workers, own", [(1, True), (2, False)])
+def test_an_engine_of_one_worker_binds_a_port_that_is_free_then(helper, workers, own):
+    class Worker:
+        parallel_config = SimpleNamespace(world_size=workers)
+
+        def __init__(self, port):
+            self.distributed_init_method = f"tcp://127.0.0.1:{port}"
+
+        def init_device(self):
+            with socket.socket() as bound:
+                bound.bind(("127.0.0.1", int(self.distributed_init_method.rpartition(":")[2])))
+
+    helper._choose_port_late(SimpleNamespace(Worker=Worker))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        worker = Worker(taken.getsockname()[1])
+        with contextlib.nullcontext() if own else pytest.raises(OSError):  # of two the other one has to know the port
+            worker.init_device()
 
 
 @pytest.mark.parametrize("turns", [True, False])
