@@ -5,13 +5,12 @@ usage: python -m bench.gains [--figure docs/training.png]
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from pathlib import Path
 
-from bench.common import console
-from bench.common.gains import ENGLISH, FRESH_PROMPTS, LEFT_OUT, PARTS, RESULTS, table, training_pairs
+from bench.common import console, records
+from bench.common.gains import ENGLISH, LEFT_OUT, PARTS, SUMS, TRAINING, V1_BEST, V1_BEST_ARM, table
 
 DPI = 130
 
@@ -20,18 +19,20 @@ def draw(path: Path) -> None:
     """Rewards of a pre-trained model, effective tokens/s of each pair, and rewards of the longer runs, as PNG."""
     from esgrpo.tools.report import plots  # matplotlib is needed for the figure alone
 
-    pairs, fresh = training_pairs(), training_pairs((FRESH_PROMPTS,), overlay="all")
-    names, shades = ("plain verl", "overlay"), (plots.GREY, plots.OUR_COLOURS[0])
+    pairs, shades, dark = records.training_pairs(TRAINING), (plots.GREY, plots.OUR_COLOURS[0]), "#4b5563"
+    sums, best = (records.read(record)["curves"] for record in (SUMS["sums"][0], V1_BEST))
     with plots.drawing(1, 3, 2.7, gridspec_kw={"width_ratios": [1.9, 0.9, 2.1]}) as ((left, right, long), _):
-        for side, (name, shade) in enumerate(zip(names, shades, strict=True)):
-            curves = [pair.curves[side]["evaluations"] for pair in fresh]
+        for name, found, line, shade in (("overlay", sums["all"], "-", shades[1]),
+                                         ("verl's best (v1, filter, tuned)", best[V1_BEST_ARM], "--", dark),
+                                         ("verl, fully async", sums["plain"], "-", shades[0])):
+            curves = [curve["evaluations"] for curve in found.values()]
             for curve in curves:
-                left.plot(*zip(*curve, strict=True), lw=0.8, alpha=0.45, color=shade)
+                left.plot(*zip(*curve, strict=True), line, lw=0.8, alpha=0.45, color=shade)
             means = [tuple(map(statistics.mean, zip(*points, strict=True))) for points in zip(*curves, strict=True)]
-            left.plot(*zip(*means, strict=True), lw=2.2, color=shade, label=f"{name}, mean of {len(fresh)} runs")
-        left.set(title="Held-out reward, SmolLM2-135M", xlabel="seconds of training", ylim=(0, 0.3))
+            left.plot(*zip(*means, strict=True), line, lw=2.0, color=shade, label=f"{name}, {len(curves)} runs")
+        left.set(title="Held-out reward, SmolLM2-135M", xlabel="seconds of training", ylim=(0, 0.33))
         left.grid(axis="y")
-        left.legend(loc="lower left", bbox_to_anchor=(0.1, 0.0), handlelength=1.2)
+        left.legend(loc="lower left", fontsize="x-small", handlelength=2.0)
         for pair in pairs:
             values = [one["effective tokens/s"] / 1000 for one in (pair.plain, pair.overlay)]
             right.plot([0, 1], values, lw=0.8, color="#b9bdc6", zorder=1)
@@ -40,7 +41,7 @@ def draw(path: Path) -> None:
                   xlim=(-0.3, 1.3), ylim=(0, None))
         right.grid(axis="y")
         for record, line in ((PARTS, "-"), (LEFT_OUT, "--")):
-            curves = json.loads((RESULTS / record).read_text())["curves"]
+            curves = records.read(record)["curves"]
             for name, shade in zip(("plain", "overlay"), shades, strict=True):
                 (seed, curve), = curves[name].items()
                 long.plot(*zip(*curve["evaluations"], strict=True), line, lw=1.6, color=shade,

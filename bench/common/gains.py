@@ -7,16 +7,13 @@ task, staleness and the overlay's switches are the same; ratios are within a pai
 
 from __future__ import annotations
 
-import json
 import re
-import statistics
-from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common import ROOT
+from bench.common import records
+from bench.common.records import side_by_side, span, spread, training_pairs
 from esgrpo import compat
 
-RESULTS = ROOT / "bench" / "results"
 USEFUL = "groups with gradient/s"
 FRESH = "fresh tokens/s"  # each token weighs less with its age
 WITH_TEXT = "train_h200.json"  # before there were token outputs
@@ -60,82 +57,32 @@ FRESH_PROMPTS = "train_h100_smollm2_chain_sum.json"
 # and with the group filter, eight runs; the filter on a CPU
 FILTER, FILTER_CPU = "train_h100_smollm2_left_out.json", "ablation_filter_all.json"
 ALONE = "train_h200_smollm2_alone.json"
-# the same with the profile of 29 November 2026, two pairs each: name of the numbers -> record, values of both arms
+# the same with later profiles, two and three pairs each: name of the numbers -> record, values of both arms
 SUMS = {"sums": ("train_h200_smollm2_sums.json", ""), "sums_dapo": ("train_h200_smollm2_sums_dapo.json", ""),
         "sums_v1": ("train_h200_smollm2_sums_v1_filter.json", " filter_groups=on")}  # v1's separate_async
-SUMS_V1_TUNED = "train_h200_smollm2_sums_v1_warmup.json"  # the same beside verl's warm-up of two and of three batches
+# v1 against plain with its own filter and three batches ahead, beside the first of SUMS: verl at its best there
+V1_BEST, V1_BEST_ARM = "train_h200_smollm2_sums_v1_foreseen.json", "plain filter_groups=on warmup=3"
+SUMS_V1_TUNED = "train_h200_smollm2_sums_v1_warmup.json"  # the same by the rule before, with two batches ahead, too
 ENGLISH, CHINESE = "en", "zh"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One seed of one record: measures and curves of the plain and of the overlay's run."""
-
-    plain: dict
-    overlay: dict
-    curves: tuple[dict, dict] | None = None
-
-    def ratio(self, key: str) -> float:
-        return self.overlay[key] / self.plain[key]
-
-    def first_rewards(self) -> tuple[float, float]:
-        """Held-out reward at the first evaluation after the start, of plain's run and of the overlay's."""
-        plain, overlay = (curve["evaluations"][1][1] for curve in self.curves)
-        return plain, overlay
-
-
-def training_pairs(names=TRAINING, plain: str = "plain", overlay: str = "overlay") -> list[Pair]:
-    """Pairs with both runs, over the records."""
-    found = []
-    for name in names:
-        record = json.loads((RESULTS / name).read_text())
-        ours, theirs = record["measures"][overlay], record["measures"][plain]
-        curves = record.get("curves", {})
-        for seed in theirs:
-            if seed in ours:
-                both = (curves[plain][seed], curves[overlay][seed]) if {plain, overlay} <= curves.keys() else None
-                found.append(Pair(theirs[seed], ours[seed], both))
-    return found
-
-
-def spread(values, digits: int = 2) -> str:
-    """Median [lowest, highest]."""
-    values = sorted(values)
-    return f"{statistics.median(values):.{digits}f} [{values[0]:.{digits}f}, {values[-1]:.{digits}f}]"
-
-
-def span(values, digits: int = 2) -> str:
-    values = sorted(values)
-    return f"{values[0]:.{digits}f} … {values[-1]:.{digits}f}"
-
-
-def _engine(name: str) -> dict[tuple, dict[str, dict]]:
-    """(cap, groups, time of the command, seed) -> policy -> run."""
-    found: dict[tuple, dict[str, dict]] = {}
-    for line in (RESULTS / name).read_text().splitlines():
-        row = json.loads(line)
-        if row.get("kind") == "run" and "withdrawn" not in row:  # with the reason, where a policy was not played right
-            found.setdefault((row["cap"], row["groups"], row["time"], row["seed"]), {})[row["policy"]] = row
-    return found
 
 
 def _against(other: str, names=BARRIER) -> list[float]:
     """How many times as fast per update as another policy, for every command that played both."""
     return [found[other]["s_per_update"] / found["es-grpo"]["s_per_update"]
-            for name in names for found in _engine(name).values() if {other, "es-grpo"} <= found.keys()]
+            for name in names for found in records.engine(name).values() if {other, "es-grpo"} <= found.keys()]
 
 
 def _stale(policy: str, names) -> str:
     """Share of the trained rows that hold tokens of older weights, over the runs that played `policy`."""
-    shares = [found[policy]["versions_old"]["rows"]["share"] for name in names for found in _engine(name).values()
+    shares = [found[policy]["versions_old"]["rows"]["share"] for name in names for found in records.engine(name).values()
               if policy in found]
     return f"{min(shares):.0%} … {max(shares):.0%}"
 
 
 def _seven_b() -> dict[str, str]:
     """One replica of 7 B with scarce memory: ES-GRPO with headroom against the others, and against itself without."""
-    four, ours = [*_engine(SEVEN_B).values()], "es-grpo@0.05"
-    eight = [found for name in SEVEN_B_EIGHT for found in _engine(name).values()]
+    four, ours = [*records.engine(SEVEN_B).values()], "es-grpo@0.05"
+    eight = [found for name in SEVEN_B_EIGHT for found in records.engine(name).values()]
 
     def of(policy: str, measure, among) -> list[float]:
         return [measure(found[policy]) for found in among if policy in found]
@@ -145,7 +92,7 @@ def _seven_b() -> dict[str, str]:
 
     stale = of(ours, lambda run: run["versions_old"]["rows"]["share"], four + eight)
     roll4, = times("rollpacker@0.05", four)
-    seer = [*_engine(SEVEN_B_SEER).values()]
+    seer = [*records.engine(SEVEN_B_SEER).values()]
     ample, free = _against("colocate_async", SEVEN_B_AMPLE), _against("verl", SEVEN_B_ASYNC)
     return {"own7": span(times("colocate_async@0.05", eight)), "april7": span(times("april@0.05", eight)),
             "roll7": f"{roll4:.2f}", "roll8": span(times("rollpacker@0.05", eight)),
@@ -163,7 +110,7 @@ def _seven_b() -> dict[str, str]:
 
 
 def _simulated(setting: str, policy: str = "es-grpo") -> dict:
-    record = json.loads((RESULTS / CARRY_OVER).read_text())
+    record = records.read(CARRY_OVER)
     return next(row for row in record["sync"][setting] if row["policy"] == policy)["updates"]
 
 
@@ -173,7 +120,7 @@ def _range(found: dict) -> str:
 
 def _grid() -> list[float]:
     """Held-out reward at the end, less plain's: the median of every setting."""
-    head, *rows = json.loads((RESULTS / GRID).read_text())["table"]
+    head, *rows = records.read(GRID)["table"]
     at = head.index("held-out reward, end, less plain")
     cells = [re.match(r"[+-]?[\d.]+", row[at]) for row in rows if row[head.index("arm")] != "plain"]
     return [float(cell[0]) for cell in cells if cell]
@@ -181,7 +128,7 @@ def _grid() -> list[float]:
 
 def _arms(name: str) -> dict[str, dict]:
     """Arm -> measures, of a record of one seed."""
-    record = json.loads((RESULTS / name).read_text())
+    record = records.read(name)
     return {arm: next(iter(seeds.values())) for arm, seeds in record["measures"].items()}
 
 
@@ -236,12 +183,14 @@ def _pretrained() -> dict[str, str]:
     primes, sixteen = training_pairs((PRIMES,)), training_pairs((PRIMES_16,))[0]
     alike = training_pairs(ALIKE[:1], *(f"{arm} {ALIKE[1]}" for arm in ("plain", "all")))
     kinds = {"real": long, "alike": alike, "new": short, "primes": primes}
-    few = _arms(CHAIN_SUM)
+    few, sums = _arms(CHAIN_SUM), training_pairs((SUMS["sums"][0],), overlay="all")
+    best = side_by_side((SUMS["sums"][0], "all"), (V1_BEST, V1_BEST_ARM))
+    tokens, age = "decoded tokens per group with gradient", "age of a trained token, later half, versions"
     first, last, later = (f"held-out reward, {when}" for when in ("first", "last", "later half"))
 
     def of_all(record: str, arm: str) -> str:
         """Last rewards of an arm, those without a partner, too."""
-        return spread(run[last] for run in json.loads((RESULTS / record).read_text())["measures"][arm].values())
+        return spread(run[last] for run in records.read(record)["measures"][arm].values())
 
     def filtered(record: str, arm: str, other: str) -> str:
         return spread(pair.ratio(USEFUL) for pair in training_pairs((record,), other, arm))
@@ -255,7 +204,7 @@ def _pretrained() -> dict[str, str]:
                 "reward": spread(pair.overlay[last] for pair in pairs),
                 "reward_plain": spread(pair.plain[last] for pair in pairs)}.items()},
             "real_pairs": str(len(long)), "alike_pairs": str(len(alike)), "primes_pairs": str(len(primes)),
-            "alike_tokens": spread(pair.ratio("decoded tokens per group with gradient") for pair in alike),
+            "alike_tokens": spread(pair.ratio(tokens) for pair in alike),
             "alike_verdicts": span((pair.overlay["decisions: verdicts"] for pair in alike), 0),
             "primes_effective": spread(pair.ratio("effective tokens/s") for pair in primes),
             "primes_verdicts": span((pair.overlay["decisions: verdicts"] for pair in primes), 0),
@@ -271,9 +220,16 @@ def _pretrained() -> dict[str, str]:
             **{f"{name}_{key}": value for name, (record, own) in SUMS.items() for key, value in {
                 "useful": filtered(record, f"all{own}", f"plain{own}"), "reward": of_all(record, f"all{own}"),
                 "reward_plain": of_all(record, f"plain{own}")}.items()},
-            **{f"tuned_{name}": spread(pair.ratio(key) for pair in training_pairs(
-                (SUMS_V1_TUNED,), "plain filter_groups=on warmup=3", "all filter_groups=on"))
-               for name, key in (("useful", USEFUL), ("tokens", "decoded tokens per group with gradient"))},
+            "sums_pairs": str(len(sums)),
+            "sums_first": span(run[first] for pair in sums for run in (pair.plain, pair.overlay)),
+            "best_useful": span(pair.ratio(USEFUL) for pair in best),
+            "best_tokens": span(pair.ratio(tokens) for pair in best),
+            "best_reward": span(pair.overlay[last] for pair in best),
+            "best_reward_plain": span(pair.plain[last] for pair in best),
+            "best_age": span((pair.overlay[age] for pair in best), 1),
+            "best_age_plain": span((pair.plain[age] for pair in best), 1),
+            **{name: span(pair.ratio(USEFUL) for pair in training_pairs((record,), V1_BEST_ARM, "all filter_groups=on"))
+               for name, record in (("tuned_useful", V1_BEST), ("tuned_before", SUMS_V1_TUNED))},
             "spare_ahead": filtered(V1_AHEAD, "all", "all without filter"),
             "ahead_tuned": filtered(V1_FORESEEN, "all", "plain warmup=3"),
             "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
@@ -292,7 +248,7 @@ def _texts() -> dict:
 
 def numbers() -> dict[str, str]:
     """Everything the table prints."""
-    pairs = training_pairs()
+    pairs = training_pairs(TRAINING)
     over = {key: [getattr(pair, side)[key] for pair in pairs] for side, key in (
         ("overlay", "verl's step, weight sync, s"), ("overlay", "held-out reward, last"))}
     plain = {key: [pair.plain[key] for pair in pairs] for key in (
@@ -321,11 +277,11 @@ def numbers() -> dict[str, str]:
     }
 
 
-def _against_better(half: str, records: dict[str, tuple[str, ...]]) -> list[float]:
+def _against_better(half: str, settings: dict[str, tuple[str, ...]]) -> list[float]:
     """Fresh tokens/s of every controlled run, over those of the better one of two fixed settings of its record."""
     found = []
-    for record, fixed in records.items():
-        fresh = {name: run[half][FRESH] for name, run in json.loads((RESULTS / record).read_text())["arms"].items()}
+    for record, fixed in settings.items():
+        fresh = {name: run[half][FRESH] for name, run in records.read(record)["arms"].items()}
         for name in (name for name in fresh if "controlled" in name):
             rivals = [name.replace("controlled", rival) for rival in fixed]
             if set(rivals) <= set(fresh):
@@ -339,7 +295,7 @@ def _controlled_on_gpus() -> dict[str, str]:
     later, groups = "effective tokens/s, later half", "groups with gradient/s"
 
     def ratios(measure: str, record: str, *fixed: str) -> str:
-        measures = json.loads((RESULTS / record).read_text())["measures"]
+        measures = records.read(record)["measures"]
         best = {seed: max(measures[arm][seed][measure] for arm in fixed) for seed in measures[fixed[0]]}
         return span(row[measure] / best[seed] for arm, runs in measures.items() if "overlap" in arm
                     for seed, row in runs.items() if seed in best)
@@ -358,17 +314,17 @@ def _lending() -> dict[str, str]:
 
 def module_numbers() -> dict[str, str]:
     """Of each module alone on a CPU, and what else the table of modules says."""
-    record = json.loads((RESULTS / CPU[0]).read_text())["measures"]
+    record = records.read(CPU[0])["measures"]
     alone = {arm.split()[-1]: spread(record[arm][seed]["effective tokens/s"] / record["off"][seed]["effective tokens/s"]
                                      for seed in record[arm] if seed in record["off"])
              for arm in ("A routing", "C pruning")}
     alone["sampler"] = spread(pair.ratio("effective tokens/s")
                               for pair in training_pairs((SAMPLER_CPU,), "off", "C sampler"))
-    losses = json.loads((RESULTS / "robustness_losses.json").read_text())["table"]
+    losses = records.read("robustness_losses.json")["table"]
     at = losses[0].index("held-out reward, end, less vanilla")
     less = {row[1].replace(" ", "_"): row[at] for row in losses[1:]}
     control = {half: _against_better(half, OVERLAP) for half in ("before", "after")}
-    pairs = training_pairs()
+    pairs = training_pairs(TRAINING)
     cpu = "CPU of vLLM's server, us a token"
     return {**alone, **less, **studies(),
             **{f"control_{half}": spread(ratios) for half, ratios in control.items()},
@@ -385,7 +341,7 @@ def _losses_on_a_gpu() -> dict[str, str]:
     step, late, first = "verl's step, s", "held-out reward, later half", "held-out reward, first"
     kept, found = {"default": plain, "pois": pois, "sais": "plain loss=sais steps=4"}, {}
     for rate, record in LOSSES_GPU.items():
-        runs = json.loads((RESULTS / record).read_text())["measures"]
+        runs = records.read(record)["measures"]
         found |= {f"{rate}_first": span(run[first] for seeds in runs.values() for run in seeds.values()),
                   **{f"{rate}_{name}": span(run[late] for run in runs[arm].values()) for name, arm in kept.items()},
                   f"{rate}_pois_time": spread(runs[pois][seed][step] / runs[plain][seed][step]
@@ -395,7 +351,7 @@ def _losses_on_a_gpu() -> dict[str, str]:
 
 def studies() -> dict[str, str]:
     """Of overlap control in simulation, and of the loop rule on texts that are no loops."""
-    overlap, loops = (json.loads((RESULTS / name).read_text()) for name in (OVERLAP_SIMULATED, LOOPS_CORPUS))
+    overlap, loops = (records.read(name) for name in (OVERLAP_SIMULATED, LOOPS_CORPUS))
     return {"simulated_control": span(case["against_best_fixed"] for case in overlap["cases"]),
             "loops_false": str(loops["false_prunes"]), "loops_placements": f"{loops['placements']:,}"}
 
@@ -419,7 +375,7 @@ def table(language: str, up: str = "") -> list[list[str]]:
 
 def cost_table(language: str, up: str = "../") -> list[list[str]]:
     """What the overlay itself costs; median [95 % bootstrap]. `up` as in `table`."""
-    scheduler, startup = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("scheduler_cost", "startup"))
+    scheduler, startup = (records.read(f"{name}.json") for name in ("scheduler_cost", "startup"))
     texts = _texts()
 
     def row(text: str, cost: str, against: str, name: str) -> list[str]:

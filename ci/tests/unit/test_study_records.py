@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from bench import loops, resolved, verdict
-from bench.common import gains, provenance
+from bench.common import gains, provenance, records
 from bench.sim import null_groups, overlap, refill_ahead
 from esgrpo.tools.report import load
 
@@ -83,7 +83,7 @@ def test_the_front_page_says_what_the_records_say(tmp_path, monkeypatch):
                                    "keep": {"2": {speed: 25.0}, "3": {speed: 99.0}}}}}
     for name, record in written.items():
         (tmp_path / name).write_text(json.dumps(record))
-    monkeypatch.setattr(gains, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     assert gains.studies() == {"simulated_control": "0.91 … 1.10", "loops_false": "3", "loops_placements": "1,000"}
-    pair, = gains.training_pairs(("runs.json",), overlay="keep")  # seeds that both arms have
+    pair, = records.training_pairs(("runs.json",), overlay="keep")  # seeds that both arms have
     assert pair.ratio(speed) == 1.25
