@@ -74,8 +74,8 @@ def _against(other: str, names=BARRIER) -> list[float]:
 
 def _stale(policy: str, names) -> str:
     """Share of the trained rows that hold tokens of older weights, over the runs that played `policy`."""
-    shares = [found[policy]["versions_old"]["rows"]["share"] for name in names for found in records.engine(name).values()
-              if policy in found]
+    shares = [found[policy]["versions_old"]["rows"]["share"]
+              for name in names for found in records.engine(name).values() if policy in found]
     return f"{min(shares):.0%} … {max(shares):.0%}"
 
 
