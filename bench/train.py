@@ -17,8 +17,7 @@ FILE, which an earlier run left) are such values, too.
 --together starts all arms and seeds at once on the same GPUs, each held until all could begin: one start for all of
 them, and a GPU that idles in one run is used by another. Their speeds are those of a crowded machine. With
 ESGRPO_BENCH_DEVICE=cuda-shared each run has one of the visible GPUs for its trainer and its rollout, beside others.
-On two H100s and 32 cores six runs of SmolLM2 began after six to seven minutes; eight found no room for their threads,
-and of twelve on two H200s two did not.
+On two H100s and 32 cores six runs of SmolLM2 began after six to seven minutes, and so did twelve on two H200s.
 Of the testbed at its cap three took 62 GB of an H100 (--micro-batch 2), of four, with 73 to 81 GB, one ran out of it;
 with --micro-batch 1 five took 55 GB.
 
