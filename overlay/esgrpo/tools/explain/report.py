@@ -213,12 +213,15 @@ def bottleneck(values: dict[str, list[float]]) -> str:
         return statistics.median(values[name][-LATEST:]) if name in values else None
 
     trainer, rollouter = middle("fully_async/trainer/idle_ratio"), middle("fully_async/rollouter/idle_ratio")
+    queued, required = middle("monitor/queue/mq_queue_size"), middle("static/required_samples")
     if trainer is not None and rollouter is not None:
-        return said(_slower(trainer, rollouter), waits=said("waits", trainer=trainer, rollouter=rollouter),
-                    more=said("more_staleness"))
+        waits, slower = said("waits", trainer=trainer, rollouter=rollouter), _slower(trainer, rollouter)
+        if slower == "neither" and None not in (queued, required) and queued >= required > 0:
+            # null_groups keeps rollout busy with groups that are left out
+            return said("trainer_slow", waits=f"{waits}; {said('finished_wait', queued=queued, required=required)}")
+        return said(slower, waits=waits, more=said("more_staleness"))
     if V1 in values and any(values.get("timing_s/step", ())[-LATEST:]):
         return _of_v1(values)
-    queued, required = middle("monitor/queue/mq_queue_size"), middle("static/required_samples")
     active, slots = middle("monitor/active_tasks_size"), middle("static/max_concurrent_samples")
     stale, most = middle("count/staleness_samples"), middle("static/max_required_samples")
     if None in (queued, required, active, slots):
