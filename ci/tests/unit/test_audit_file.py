@@ -116,6 +116,23 @@ def test_a_restarted_run_goes_on_with_the_window(run_dir):
     assert [path.name for path in run_dir.iterdir()] == [FILE]
 
 
+def test_a_history_of_another_run_brings_no_proof(run_dir, monkeypatch, tmp_path):
+    """Its prompts, yes; that a rule is right of this run's policy only this run can tell."""
+    async def scene():
+        first, = await workers(Pool())
+        await learn(first, "a")
+        (run_dir / FILE).rename(tmp_path / FILE)
+        monkeypatch.setenv(config.ENV_SEGMENT, json.dumps({
+            "enable": True, "prune": PRUNE, "history": {"enable": True, "path": str(tmp_path / "history.json")}}))
+        other, = await workers(Pool())
+        before = rate(other)
+        await learn(other, "b")
+        return before
+
+    assert asyncio.run(scene()) == (0, 0)
+    assert (run_dir / FILE).exists()
+
+
 def test_nothing_is_written_without_news(run_dir):
     async def scene():
         first, = await workers(Pool())

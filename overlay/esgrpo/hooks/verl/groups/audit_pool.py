@@ -69,11 +69,10 @@ def taken_over(who: str, path: str | None, parse) -> str | None:
 
 
 def file(of: str = "audit") -> str | None:
-    """Beside the prompt history; None without a run directory, then nothing is kept."""
-    from esgrpo.hooks.verl.prompts import prompt_history
-
-    history = prompt_history.path()
-    return history and f"{os.path.splitext(history)[0]}-{of}.json"
+    """In the run directory, also where history.path brings prompts from elsewhere: what was proven of a rule is the
+    run's own. None without one, then nothing is kept."""
+    run_dir = os.environ.get("ESGRPO_RUN_DIR")
+    return os.path.join(run_dir, "esgrpo", f"history-{of}.json") if run_dir else None
 
 
 def of_run(budget: int):
