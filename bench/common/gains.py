@@ -22,8 +22,7 @@ TRAINING = ("train_h200_staleness.json", "train_h200_two_seeds.json", "train_h20
 CPU = ("ablation_search.json", "ablation_chain.json")
 V1_CPU = "train_cpu_v1.json"  # separate_async
 V1_DAPO = "train_cpu_v1_dapo.json"  # the same with DAPO, verl's own group filter on in both arms
-V1_AHEAD = "train_cpu_v1_ahead.json"  # and places of what it leaves out filled ahead
-V1_FORESEEN = "train_cpu_v1_foreseen.json"  # by the rule of today, beside two and three batches ahead
+V1_FORESEEN = "train_cpu_v1_foreseen.json"  # places of what it leaves out filled ahead, beside two and three batches
 SAMPLER_CPU = "ablation_sampler.json"  # the sampler alone, as it chooses now; the ablations are of an earlier one
 # records of overlap control: names of its fixed settings; the second without learning, the third of a later controller
 OVERLAP = dict.fromkeys(("overlap_cpu.json", "overlap_cpu_rates.json", "overlap_cpu_third_seed.json"),
@@ -37,7 +36,7 @@ SEVEN_B_EIGHT = ("engine_h200_7b_three_seeds.jsonl", "engine_h200_7b_eight_updat
 # room for all, eight updates; without a barrier; two replicas with scarce memory against Seer
 SEVEN_B_AMPLE, SEVEN_B_ASYNC = ("engine_h200_7b_ample.jsonl",), ("engine_h200_7b_async.jsonl",)
 SEVEN_B_ROLLPACKER = ("engine_h200_7b_ample_rollpacker.jsonl", "engine_h200_7b_ample_rollpacker_third_seed.jsonl")
-LOSSES_GPU = {"loss": "train_h200_smollm2_losses.json", "slow_loss": "train_h200_smollm2_losses_2e5.json"}
+LOSSES_GPU = "train_h200_smollm2_losses_2e5.json"
 SEVEN_B_SEER = "engine_h200_7b_seer.jsonl"
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
@@ -133,11 +132,10 @@ def _arms(name: str) -> dict[str, dict]:
 
 
 def _kept() -> dict[str, str]:
-    """Of everything on, and of the same without kept requests, as a ratio to plain's: effective tokens/s, groups."""
+    """Groups with a gradient a second of everything on, and of the same without kept requests, times plain's."""
     arms = _arms(LEFT_OUT)
-    return {f"{name}_{count}": f"{arms[arm][key] / arms['plain'][key]:.2f}"
-            for name, arm in (("all", "overlay"), ("no_keep", "all without keep"))
-            for count, key in (("times", "effective tokens/s"), ("groups", USEFUL))}
+    return {name: f"{arms[arm][USEFUL] / arms['plain'][USEFUL]:.2f}"
+            for name, arm in (("all_groups", "overlay"), ("no_keep_groups", "all without keep"))}
 
 
 def _longer() -> dict[str, str]:
@@ -161,15 +159,13 @@ def _verdicts() -> dict[str, str]:
     alone = training_pairs((LOOPS,), "plain", "C loops")
     without = training_pairs((ALL_VERDICTS,), "plain", "all")
     per_group = "decoded tokens per group with gradient"
-    rewards, beside_rewards = ([*zip(*(pair.first_rewards() for pair in pairs), strict=True)]
-                               for pairs in (now, beside))
+    rewards = [*zip(*(pair.first_rewards() for pair in now), strict=True)]
     times = [curve["evaluations"][1][0] for pair in now for curve in pair.curves]
     return {"loops_times": spread(pair.ratio("effective tokens/s") for pair in alone),
             "loops_useful": spread(pair.ratio(USEFUL) for pair in alone), "verdict_seeds": str(len(alone)),
             "verdict_long_seeds": str(len(beside)),
             "verdict_long_tokens": spread(pair.ratio(per_group) for pair in beside),
             "verdict_long_useful": spread(pair.ratio(USEFUL) for pair in beside),
-            "verdict_long_reward": spread(beside_rewards[1]), "verdict_long_reward_all": spread(beside_rewards[0]),
             "now_reward": spread(rewards[1]), "now_reward_plain": spread(rewards[0]), "now_at": span(times, 0),
             "now_without": spread(pair.ratio("effective tokens/s") for pair in without),
             "now_useful": spread(pair.ratio(USEFUL) for pair in now),
@@ -212,7 +208,6 @@ def _pretrained() -> dict[str, str]:
             "chain_lost": lost("all verdicts"), "chain_lost_plain": lost("plain"),
             "spare_useful": filtered(FILTER, "all spare", "all"),
             "spare_alone": filtered(ALONE, "C spare", "plain"),
-            "sampler_alone": filtered(ALONE, "C sampler", "plain"),
             **{f"{name}_{key}": value for name, (record, own) in SUMS.items() for key, value in {
                 "useful": filtered(record, f"all{own}", f"plain{own}"), "reward": of_all(record, f"all{own}"),
                 "reward_plain": of_all(record, f"plain{own}")}.items()},
@@ -226,7 +221,6 @@ def _pretrained() -> dict[str, str]:
             "best_age_plain": span((pair.plain[age] for pair in best), 1),
             **{name: span(pair.ratio(USEFUL) for pair in training_pairs((record,), V1_BEST_ARM, "all filter_groups=on"))
                for name, record in (("tuned_useful", V1_BEST), ("tuned_before", SUMS_V1_TUNED))},
-            "spare_ahead": filtered(V1_AHEAD, "all", "all without filter"),
             "ahead_tuned": filtered(V1_FORESEEN, "all", "plain warmup=3"),
             "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
 
@@ -285,20 +279,16 @@ def _against_better(half: str, settings: dict[str, tuple[str, ...]]) -> list[flo
 
 
 def _controlled_on_gpus() -> dict[str, str]:
-    """Ratios within a seed, to a fixed 4 and to the best fixed one: effective tokens/s in the later half, and groups
-    with a gradient a second."""
-    later, groups = "effective tokens/s, later half", "groups with gradient/s"
+    """Groups with a gradient a second within a seed, to a fixed 4 and to the better one of fixed 2 and 4."""
 
-    def ratios(measure: str, record: str, *fixed: str) -> str:
+    def ratios(record: str, *fixed: str) -> str:
         measures = records.read(record)["measures"]
-        best = {seed: max(measures[arm][seed][measure] for arm in fixed) for seed in measures[fixed[0]]}
-        return span(row[measure] / best[seed] for arm, runs in measures.items() if "overlap" in arm
+        best = {seed: max(measures[arm][seed][USEFUL] for arm in fixed) for seed in measures[fixed[0]]}
+        return span(row[USEFUL] / best[seed] for arm, runs in measures.items() if "overlap" in arm
                     for seed, row in runs.items() if seed in best)
 
-    return {"control_to_4": ratios(later, OVERLAP_GPU, "all staleness=4"),
-            "control_groups_to_4": ratios(groups, OVERLAP_GPU, "all staleness=4"),
-            "control_for_speed": ratios(later, OVERLAP_FOR_SPEED, "all", "all staleness=4"),
-            "control_groups_for_speed": ratios(groups, OVERLAP_FOR_SPEED, "all", "all staleness=4")}
+    return {"control_groups_to_4": ratios(OVERLAP_GPU, "all staleness=4"),
+            "control_groups_for_speed": ratios(OVERLAP_FOR_SPEED, "all", "all staleness=4")}
 
 
 def _lending() -> dict[str, str]:
@@ -330,18 +320,12 @@ def module_numbers() -> dict[str, str]:
 
 
 def _losses_on_a_gpu() -> dict[str, str]:
-    """Four optimiser steps a weight version, at a learning rate that verl's own loss does not survive, and at one that
-    it does."""
-    plain, pois = "plain steps=4", "plain loss=pois steps=4"
-    step, late, first = "verl's step, s", "held-out reward, later half", "held-out reward, first"
-    kept, found = {"default": plain, "pois": pois, "sais": "plain loss=sais steps=4"}, {}
-    for rate, record in LOSSES_GPU.items():
-        runs = records.read(record)["measures"]
-        found |= {f"{rate}_first": span(run[first] for seeds in runs.values() for run in seeds.values()),
-                  **{f"{rate}_{name}": span(run[late] for run in runs[arm].values()) for name, arm in kept.items()},
-                  f"{rate}_pois_time": spread(runs[pois][seed][step] / runs[plain][seed][step]
-                                              for seed in runs[pois]).partition(" ")[0]}
-    return found
+    """Held-out reward of the later half, four optimiser steps a weight version, at a learning rate that verl's own loss
+    survives."""
+    arms = {"default": "plain steps=4", "pois": "plain loss=pois steps=4", "sais": "plain loss=sais steps=4"}
+    runs = records.read(LOSSES_GPU)["measures"]
+    return {f"slow_loss_{name}": span(run["held-out reward, later half"] for run in runs[arm].values())
+            for name, arm in arms.items()}
 
 
 def studies() -> dict[str, str]:
