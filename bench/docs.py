@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.common import console, gains, hook_tables
+from bench.common import console, gains, hook_tables, targets
 from bench.common.gains import CHINESE, ENGLISH
 from esgrpo import cli, compat
 from esgrpo.config import Segment
@@ -167,6 +167,7 @@ BLOCKS: dict[tuple[Path, str], Callable[[], str]] = {
     **{(ROOT / f"README{end}.md", "examples"): lambda language=language: examples(language)
        for language, end in ((ENGLISH, ""), (CHINESE, "_zh"))},
     **_in_both("docs/results{}.md", "costs-table", gains.cost_table),
+    **_in_both("docs/results{}.md", "targets-table", targets.table),
     **_in_both("docs/reference{}.md", "config-table",
                lambda language: [CONFIG_HEAD[language], *config_rows(language)]),
     **_in_both("docs/reference{}.md", "metrics-table",

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from bench import loops, resolved, verdict
-from bench.common import gains, provenance, records
+from bench.common import gains, provenance, records, targets
 from bench.sim import null_groups, overlap, refill_ahead
 from esgrpo.tools.report import load
 
@@ -87,3 +87,39 @@ def test_the_front_page_says_what_the_records_say(tmp_path, monkeypatch):
     assert gains.studies() == {"simulated_control": "0.91 … 1.10", "loops_false": "3", "loops_placements": "1,000"}
     pair, = records.training_pairs(("runs.json",), overlay="keep")  # seeds that both arms have
     assert pair.ratio(speed) == 1.25
+
+
+def _written(tmp_path, monkeypatch, **arms) -> None:
+    """A record of runs, each a list of (seconds, responses, reward), and a targets.toml of one setting."""
+    curves = {arm: {str(seed): {"evaluations": [[at, reward] for at, _, reward in run],
+                                "by_samples": [[count, reward] for _, count, reward in run]}
+                    for seed, run in enumerate(runs)} for arm, runs in arms.items()}
+    (tmp_path / "runs.json").write_text(json.dumps({"curves": curves}))
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    texts = targets.compat.toml(targets.Path(targets.__file__).with_suffix(".toml"))
+    texts["setting"] = [{"plain": ["runs.json", "plain"], "overlay": ["runs.json", "all"], "en": "a task"}]
+    monkeypatch.setattr(targets.compat, "toml", lambda path: texts)
+
+
+def test_a_target_is_held_for_two_evaluations_and_was_not_there_at_the_start(tmp_path, monkeypatch):
+    rising = [(0, 0, 0.12), (100, 1000, 0.21), (200, 2000, 0.22), (300, 3000, 0.31)]
+    once = [(0, 0, 0.11), (150, 1000, 0.26), (250, 2000, 0.13), (400, 3000, 0.16)]
+    _written(tmp_path, monkeypatch, plain=[once, once], all=[rising])
+    head, *rows = targets.table("en")
+    assert [row[1:] for row in rows[:2]] == [
+        ["0.15", "-", "100 s; 1.0 (1/1)", "overlay"], ["0.20", "-", "100 s; 1.0 (1/1)", "overlay"]]
+    assert [row[0] for row in rows] == ["a task", "", "", ""] and len(head) == len(rows[0])
+    # at 300 s the plain run is a third of the way from 0.13 to 0.16
+    assert rows[2][1:] == ["reward after 300 s", "0.14", "0.31", "+0.17"]
+    assert rows[3][1:] == ["after 3,000 responses", "0.16", "0.31", "+0.15"]
+
+
+def test_where_the_overlay_is_behind_stands_out(tmp_path, monkeypatch):
+    slow = [(0, 0, 0.05), (100, 1000, 0.1), (200, 2000, 0.11), (300, 3000, 0.11)]
+    fast = [(0, 0, 0.05), (50, 900, 0.12), (150, 2000, 0.13), (300, 3000, 0.16)]
+    _written(tmp_path, monkeypatch, plain=[fast, slow], all=[slow, slow])
+    _, *rows = targets.table("en")
+    assert rows[0][1:] == ["0.10", "75 [50, 100] s; 0.9 [0.9, 1.0] (2/2)", "100 s; 1.0 (2/2)", "**plain**"]
+    assert rows[1][4].startswith("**-0.0")
+    _written(tmp_path, monkeypatch, plain=[slow, slow], all=[slow, [(0, 0, 0.05), (300, 3000, 0.06)]])
+    assert targets.table("en")[1][4] == "**plain**"  # half of the runs against all of them
