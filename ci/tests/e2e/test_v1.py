@@ -20,7 +20,8 @@ from esgrpo.records import read
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 GROUP_SIZE, RESPONSE_LENGTH, STEPS = 4, 384, 4
-FEW_SLOTS = 16  # of the engine: fewer than responses in flight, so that groups are unfinished at every weight sync
+# Of the engine: fewer than responses in flight and no whole groups, so that groups are unfinished at every weight sync.
+FEW_SLOTS = 6
 THRESHOLD = 3  # weight versions that a trained group may span
 FINISH_AFTER = 3
 OPTIMISER_STEPS = 2  # per weight version of the separate_async run
@@ -200,7 +201,8 @@ def check_restart(run_dir: Path, before: dict, ended: list[dict]) -> None:
     assert 0 < lost["groups"] <= len(before["waiting"])
     assert lost["finished"] + lost["running"] == lost["groups"] * GROUP_SIZE and lost["running"] > 0
     waiting = [row for row in ended if row["group"] in before["waiting"]]  # some of them ended after the checkpoint
-    assert lost["finished"] <= len(waiting) and 0 < lost["tokens"] <= sum(row["tokens"] for row in waiting)
+    assert lost["finished"] <= len(waiting) and lost["tokens"] <= sum(row["tokens"] for row in waiting)
+    assert (lost["tokens"] > 0) == (lost["finished"] > 0)  # whose members end is a matter of pace
     assert f"restart: {lost['groups']} prompt groups were unfinished" in (run_dir / "log.txt").read_text()
     rows = metrics_of(run_dir, "esgrpo/restart/tokens")
     assert [row["esgrpo/restart/tokens"] for row in rows] == [lost["tokens"]]
