@@ -25,7 +25,7 @@ from esgrpo.records import read
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
-REPLICAS, PROMPTS = 2, 64
+REPLICAS, PROMPTS = 2, 160  # the tail has a replica from the fourth weight version on: prompts are left then
 MOVED = "yield/move"  # how an engine's window counts a response that it handed back to be routed anew
 
 
