@@ -1,7 +1,7 @@
 """Reward targets, one list for all arms: when the runs of each had one, and where they stood in the end.
 
 The settings are those of targets.toml, numbers come from the records' curves. A target is reached with the first of
-HOLD evaluations in a row that have it, as everywhere here; the evaluation before training does not count.
+HOLD evaluations in a row that have it, as everywhere here; one that a run had before training is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _middle(values: Iterable[float], form: str) -> str:
 
 def _reached(curves: list[dict], target: float) -> tuple[int, float | None, str]:
     """(runs that reached it, median of their seconds, both as text)."""
-    seconds, responses = ([at for curve in curves if (at := time_to_target(curve[by][1:], target)) is not None]
+    seconds, responses = ([at for curve in curves if (at := time_to_target(curve[by], target)) is not None]
                           for by in (BY_TIME, BY_RESPONSES))
     if not seconds:
         return 0, None, NONE

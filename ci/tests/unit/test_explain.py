@@ -240,6 +240,8 @@ def v1_steps(waits, starved=None) -> str:
      "the trainer is the bottleneck: the trainer waits 4% of its time, rollout is paused 10%; 64 finished"),
     (statistics(queued=2) + "\nstep:3 - fully_async/trainer/idle_ratio:0.04 - fully_async/rollouter/idle_ratio:0.1",
      "neither side is the bottleneck: the trainer waits 4%"),
+    (statistics(queued=64) + "\nstep:3 - fully_async/trainer/idle_ratio:0.6 - fully_async/rollouter/idle_ratio:0.05",
+     "rollout is the bottleneck: the trainer waits 60%"),  # the queue was full at that moment only
     ("step:3 - esgrpo/tail_ratio:2.5", "cannot be told"),
     (v1_steps(waits=(0.0, 9.0, 0.0)), "rollout is the bottleneck: the trainer waits 30% of its steps for samples (how"),
     (v1_steps(waits=(0.0, 0.6, 0.0)), "the trainer is the bottleneck: the trainer waits 2% of its steps for samples"),
