@@ -23,7 +23,7 @@ def draw(path: Path) -> None:
     sums, best = (records.read(record)["curves"] for record in (SUMS["sums"][0], V1_BEST))
     with plots.drawing(1, 3, 2.7, gridspec_kw={"width_ratios": [1.9, 0.9, 2.1]}) as ((left, right, long), _):
         for name, found, line, shade in (("overlay", sums["all"], "-", shades[1]),
-                                         ("verl's best (v1, filter, tuned)", best[V1_BEST_ARM], "--", dark),
+                                         ("best verl tried (v1, filter, 3 ahead)", best[V1_BEST_ARM], "--", dark),
                                          ("verl, fully async", sums["plain"], "-", shades[0])):
             curves = [curve["evaluations"] for curve in found.values()]
             for curve in curves:

@@ -59,7 +59,7 @@ ALONE = "train_h200_smollm2_alone.json"
 # the same with later profiles, two and three pairs each: name of the numbers -> record, values of both arms
 SUMS = {"sums": ("train_h200_smollm2_sums.json", ""), "sums_dapo": ("train_h200_smollm2_sums_dapo.json", ""),
         "sums_v1": ("train_h200_smollm2_sums_v1_filter.json", " filter_groups=on")}  # v1's separate_async
-# v1 against plain with its own filter and three batches ahead, beside the first of SUMS: verl at its best there
+# v1 against plain with its own filter and three batches ahead, beside the first of SUMS: the best verl that was tried
 V1_BEST, V1_BEST_ARM = "train_h200_smollm2_sums_v1_foreseen.json", "plain filter_groups=on warmup=3"
 SUMS_V1_TUNED = "train_h200_smollm2_sums_v1_warmup.json"  # the same by the rule before, with two batches ahead, too
 ENGLISH, CHINESE = "en", "zh"
@@ -215,6 +215,7 @@ def _pretrained() -> dict[str, str]:
             "sums_first": span(run[first] for pair in sums for run in (pair.plain, pair.overlay)),
             "best_useful": span(pair.ratio(USEFUL) for pair in best),
             "best_tokens": span(pair.ratio(tokens) for pair in best),
+            "best_waits": span(pair.plain["trainer without a batch, later half"] for pair in best),
             "best_reward": span(pair.overlay[last] for pair in best),
             "best_reward_plain": span(pair.plain[last] for pair in best),
             "best_age": span((pair.overlay[age] for pair in best), 1),
