@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from bench.common import console, records
-from bench.common.gains import ENGLISH, LEFT_OUT, PARTS, SUMS, TRAINING, V1_BEST, V1_BEST_ARM, table
+from bench.common.gains import ENGLISH, LEFT_OUT, PARTS, SUMS, TRAINING, V1_THREE, V1_THREE_ARM, table
 
 DPI = 130
 
@@ -20,10 +20,10 @@ def draw(path: Path) -> None:
     from esgrpo.tools.report import plots  # matplotlib is needed for the figure alone
 
     pairs, shades, dark = records.training_pairs(TRAINING), (plots.GREY, plots.OUR_COLOURS[0]), "#4b5563"
-    sums, best = (records.read(record)["curves"] for record in (SUMS["sums"][0], V1_BEST))
+    sums, three = (records.read(record)["curves"] for record in (SUMS["sums"][0], V1_THREE))
     with plots.drawing(1, 3, 2.7, gridspec_kw={"width_ratios": [1.9, 0.9, 2.1]}) as ((left, right, long), _):
         for name, found, line, shade in (("overlay", sums["all"], "-", shades[1]),
-                                         ("best verl tried (v1, filter, 3 ahead)", best[V1_BEST_ARM], "--", dark),
+                                         ("verl, v1, its filter, 3 ahead", three[V1_THREE_ARM], "--", dark),
                                          ("verl, fully async", sums["plain"], "-", shades[0])):
             curves = [curve["evaluations"] for curve in found.values()]
             for curve in curves:

@@ -59,8 +59,11 @@ ALONE = "train_h200_smollm2_alone.json"
 # the same with later profiles, two and three pairs each: name of the numbers -> record, values of both arms
 SUMS = {"sums": ("train_h200_smollm2_sums.json", ""), "sums_dapo": ("train_h200_smollm2_sums_dapo.json", ""),
         "sums_v1": ("train_h200_smollm2_sums_v1_filter.json", " filter_groups=on")}  # v1's separate_async
-# v1 against plain with its own filter and three batches ahead, beside the first of SUMS: the best verl that was tried
-V1_BEST, V1_BEST_ARM = "train_h200_smollm2_sums_v1_foreseen.json", "plain filter_groups=on warmup=3"
+# v1 against plain with its own filter and three batches ahead, beside the first of SUMS
+V1_THREE, V1_THREE_ARM = "train_h200_smollm2_sums_v1_foreseen.json", "plain filter_groups=on warmup=3"
+# and four, the best verl that was tried, beside one part after the other left out of everything on
+V1_FOUR, V1_FOUR_ARM = "train_h200_smollm2_sums_v1_four_ahead.json", "plain filter_groups=on warmup=4"
+SUMS_LEFT_OUT = "train_h200_smollm2_sums_left_out.json"
 SUMS_V1_TUNED = "train_h200_smollm2_sums_v1_warmup.json"  # the same by the rule before, with two batches ahead, too
 ENGLISH, CHINESE = "en", "zh"
 
@@ -180,7 +183,9 @@ def _pretrained() -> dict[str, str]:
     alike = training_pairs(ALIKE[:1], *(f"{arm} {ALIKE[1]}" for arm in ("plain", "all")))
     kinds = {"real": long, "alike": alike, "new": short, "primes": primes}
     few, sums = _arms(CHAIN_SUM), training_pairs((SUMS["sums"][0],), overlay="all")
-    best = side_by_side((SUMS["sums"][0], "all"), (V1_BEST, V1_BEST_ARM))
+    best = side_by_side((SUMS_LEFT_OUT, "all"), (V1_FOUR, V1_FOUR_ARM))
+    three = [pair for ours, theirs in ((SUMS["sums"][0], V1_THREE), (SUMS_LEFT_OUT, V1_FOUR))
+             for pair in side_by_side((ours, "all"), (theirs, V1_THREE_ARM))]
     tokens, age = "decoded tokens per group with gradient", "age of a trained token, later half, versions"
     first, last, later = (f"held-out reward, {when}" for when in ("first", "last", "later half"))
 
@@ -213,15 +218,21 @@ def _pretrained() -> dict[str, str]:
                 "reward_plain": of_all(record, f"plain{own}")}.items()},
             "sums_pairs": str(len(sums)),
             "sums_first": span(run[first] for pair in sums for run in (pair.plain, pair.overlay)),
-            "best_useful": span(pair.ratio(USEFUL) for pair in best),
-            "best_tokens": span(pair.ratio(tokens) for pair in best),
-            "best_waits": span(pair.plain["trainer without a batch, later half"] for pair in best),
-            "best_reward": span(pair.overlay[last] for pair in best),
-            "best_reward_plain": span(pair.plain[last] for pair in best),
-            "best_age": span((pair.overlay[age] for pair in best), 1),
-            "best_age_plain": span((pair.plain[age] for pair in best), 1),
-            **{name: span(pair.ratio(USEFUL) for pair in training_pairs((record,), V1_BEST_ARM, "all filter_groups=on"))
-               for name, record in (("tuned_useful", V1_BEST), ("tuned_before", SUMS_V1_TUNED))},
+            **{f"{name}_{key}": value for name, pairs in (("best", best), ("three", three)) for key, value in {
+                "useful": span(pair.ratio(USEFUL) for pair in pairs),
+                "tokens": span(pair.ratio(tokens) for pair in pairs),
+                "reward": span(pair.overlay[last] for pair in pairs),
+                "reward_plain": span(pair.plain[last] for pair in pairs),
+                "age": span((pair.overlay[age] for pair in pairs), 1),
+                "age_plain": span((pair.plain[age] for pair in pairs), 1)}.items()},
+            **{name: span(pair.ratio(USEFUL) for pair in training_pairs(found, arm, "all filter_groups=on"))
+               for name, found, arm in (("tuned_four", (V1_FOUR,), V1_FOUR_ARM),
+                                        ("tuned_useful", (V1_THREE, V1_FOUR), V1_THREE_ARM),
+                                        ("tuned_before", (SUMS_V1_TUNED,), V1_THREE_ARM))},
+            **{f"without_{part}": span(pair.ratio(key) for pair in training_pairs(
+                (SUMS_LEFT_OUT,), "all", f"all without {part.partition('_')[0]}"))
+               for part, key in (("filter", USEFUL), ("sampler", USEFUL), ("sampler_tokens", tokens),
+                                 ("verdicts", USEFUL))},
             "ahead_tuned": filtered(V1_FORESEEN, "all", "plain warmup=3"),
             "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
 

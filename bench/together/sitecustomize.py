@@ -3,8 +3,9 @@
 On PYTHONPATH behind the overlay, whose own sitecustomize runs this one in every interpreter of a run. A run that has
 its replicas touches TOGETHER_GATE.at and waits, before its first weight sync, while the file TOGETHER_GATE is there.
 vLLM measures the free memory of a GPU when it starts, so that engines there take turns: TOGETHER_TURN is their lock;
-without it they were told their memory. Without TOGETHER_GATE nothing is touched. An engine's port is chosen before its
-worker is made, a minute before it is bound where many start at once, and others have taken it then: it is chosen again.
+without it they were told their memory. Without TOGETHER_GATE nothing is touched. verl and vLLM choose a worker's port
+before they make the worker, up to a minute before it is bound where many start at once, and others have taken it then:
+a worker that is alone in its process group chooses again.
 """
 
 import os
@@ -39,20 +40,32 @@ def _hold(module):
 
 
 def _choose_port_late(module):
+    """Of a process group of one process alone: nobody else has to know its port."""
     import functools
+    import inspect
     import socket
 
-    begin = module.Worker.init_device
+    original = module.init_process_group
+    signature = inspect.signature(original)
 
-    @functools.wraps(begin)
-    def init_device(worker, *args, **kwargs):
-        if worker.parallel_config.world_size == 1:  # nobody else has to know it
+    @functools.wraps(original)
+    def init_process_group(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        size = given.get("world_size", -1)
+        alone = (int(os.environ.get("WORLD_SIZE", -1)) if size == -1 else size) == 1
+        if alone and given.get("store") is None:
             with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                worker.distributed_init_method = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-        return begin(worker, *args, **kwargs)
+                free.bind(("", 0))
+                port = free.getsockname()[1]
+            method = given.get("init_method") or "env://"
+            if method.startswith("env://"):
+                os.environ["MASTER_PORT"] = str(port)
+            elif method.startswith("tcp://"):
+                given["init_method"] = f"{method.rpartition(':')[0]}:{port}"
+        return original(*bound.args, **bound.kwargs)
 
-    module.Worker.init_device = init_device
+    module.init_process_group = init_process_group
 
 
 def _take_turns(module):
@@ -86,6 +99,6 @@ if "TOGETHER_GATE" in os.environ:
         print("together: wrapt is missing, runs do not wait for each other", file=sys.stderr)
     else:
         wrapt.register_post_import_hook(_hold, "verl.checkpoint_engine.base")
-        wrapt.register_post_import_hook(_choose_port_late, "vllm.v1.worker.gpu_worker")
+        wrapt.register_post_import_hook(_choose_port_late, "torch.distributed")
         if "TOGETHER_TURN" in os.environ:
-            wrapt.register_post_import_hook(_take_turns, "vllm.v1.worker.gpu_worker")  # outside: the port within a turn
+            wrapt.register_post_import_hook(_take_turns, "vllm.v1.worker.gpu_worker")

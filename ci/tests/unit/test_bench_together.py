@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
-import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -165,25 +165,49 @@ def test_engines_measure_the_memory_of_a_gpu_one_after_the_other(helper):
     assert [word.split()[1] for word in order] == ["begins", "ends", "begins", "ends"]
 
 
-@pytest.mark.parametrize("workers, own", [(1, True), (2, False)])
-def test_an_engine_of_one_worker_binds_a_port_that_is_free_then(helper, workers, own):
-    class Worker:
-        parallel_config = SimpleNamespace(world_size=workers)
+ALONE = '''
+import os, socket, sys
+import torch.distributed as dist
+with socket.socket() as taken:
+    taken.bind(("", 0))
+    taken.listen()
+    port = taken.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="1", RANK="0")
+    for method in (None, f"tcp://127.0.0.1:{port}"):  # as verl's workers and as vLLM's
+        own = {} if method is None else {"world_size": 1, "rank": 0}
+        try:
+            dist.init_process_group("gloo", init_method=method, **own)
+        except dist.DistNetworkError as error:
+            print("EADDRINUSE" if "EADDRINUSE" in str(error) else error)
+        else:
+            print("bound")
+            dist.destroy_process_group()
+'''
 
-        def __init__(self, port):
-            self.distributed_init_method = f"tcp://127.0.0.1:{port}"
 
-        def init_device(self):
-            with socket.socket() as bound:
-                bound.bind(("127.0.0.1", int(self.distributed_init_method.rpartition(":")[2])))
+@pytest.mark.parametrize("held, said", [(True, ["bound", "bound"]), (False, ["EADDRINUSE", "EADDRINUSE"])])
+def test_a_worker_alone_binds_a_port_that_is_free_then(tmp_path, held, said):
+    paths = os.pathsep.join([str(ROOT / "bench" / "together"), str(ROOT / "overlay")])
+    own = {"TOGETHER_GATE": str(tmp_path / "gate"), "PYTHONPATH": paths} if held else {}
+    kept = {name: value for name, value in os.environ.items() if name not in ("TOGETHER_GATE", "PYTHONPATH")}
+    done = subprocess.run([sys.executable, "-c", ALONE], env=kept | own, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == said
 
-    helper._choose_port_late(SimpleNamespace(Worker=Worker))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        worker = Worker(taken.getsockname()[1])
-        with contextlib.nullcontext() if own else pytest.raises(OSError):  # of two the other one has to know the port
-            worker.init_device()
+
+def test_workers_of_one_group_keep_the_port_that_they_were_all_told(helper, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    asked = []
+
+    def init_process_group(backend=None, init_method=None, world_size=-1, rank=-1, store=None):
+        asked.append((init_method, world_size, os.environ["MASTER_PORT"]))
+
+    module = SimpleNamespace(init_process_group=init_process_group)
+    helper._choose_port_late(module)
+    module.init_process_group("gloo")
+    module.init_process_group("gloo", "tcp://host:1", world_size=2, rank=0)
+    module.init_process_group("gloo", world_size=1, rank=0, store=object())
+    assert asked == [(None, -1, "1"), ("tcp://host:1", 2, "1"), (None, 1, "1")]
 
 
 @pytest.mark.parametrize("turns", [True, False])
