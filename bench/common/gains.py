@@ -64,7 +64,6 @@ V1_THREE, V1_THREE_ARM = "train_h200_smollm2_sums_v1_foreseen.json", "plain filt
 # and four, the best verl that was tried, beside one part after the other left out of everything on
 V1_FOUR, V1_FOUR_ARM = "train_h200_smollm2_sums_v1_four_ahead.json", "plain filter_groups=on warmup=4"
 SUMS_LEFT_OUT = "train_h200_smollm2_sums_left_out.json"
-SUMS_V1_TUNED = "train_h200_smollm2_sums_v1_warmup.json"  # the same by the rule before, with two batches ahead, too
 ENGLISH, CHINESE = "en", "zh"
 
 
@@ -227,8 +226,7 @@ def _pretrained() -> dict[str, str]:
                 "age_plain": span((pair.plain[age] for pair in pairs), 1)}.items()},
             **{name: span(pair.ratio(USEFUL) for pair in training_pairs(found, arm, "all filter_groups=on"))
                for name, found, arm in (("tuned_four", (V1_FOUR,), V1_FOUR_ARM),
-                                        ("tuned_useful", (V1_THREE, V1_FOUR), V1_THREE_ARM),
-                                        ("tuned_before", (SUMS_V1_TUNED,), V1_THREE_ARM))},
+                                        ("tuned_useful", (V1_THREE, V1_FOUR), V1_THREE_ARM))},
             **{f"without_{part}": span(pair.ratio(key) for pair in training_pairs(
                 (SUMS_LEFT_OUT,), "all", f"all without {part.partition('_')[0]}"))
                for part, key in (("filter", USEFUL), ("sampler", USEFUL), ("sampler_tokens", tokens),

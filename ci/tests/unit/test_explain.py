@@ -159,11 +159,18 @@ def test_the_log_of_the_issue():
     lines, holds = report.of_log(NOTES)
     assert holds
     assert any("307 = int(64 x 1.2 x 4)" in line for line in lines)
-    assert "ok: max_concurrent_samples: 32 = 16 x 2 replicas" in lines
+    assert "ok: max_concurrent_samples: 32 = 16 a replica x 2" in lines
     assert any("99 = 66 generated + 0 dropped + 32 running + 1 that waits for a slot" in line for line in lines)
     assert lines[-1] == ("verdict: rollout is the bottleneck: all 32 slots are busy and only 2 of 64 prompts for the "
                          "next step are finished")
     assert not [line for line in lines if line.startswith("WRONG")]
+
+
+@pytest.mark.parametrize("printed", ["  'async_training': {'concurrent_samples_per_replica': 32,",
+                                     "++async_training.concurrent_samples_per_replica=32"])
+def test_slots_of_a_replica_are_those_that_the_log_says(printed):
+    lines, _ = report.of_log(f"{printed}\n{NOTES}")
+    assert "ok: max_concurrent_samples: 32 = 32 a replica x 1" in lines
 
 
 def test_what_is_no_number_is_no_value():

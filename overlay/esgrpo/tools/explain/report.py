@@ -27,13 +27,14 @@ UNTOLD = frozenset(("the", "too", "why", "how", "does", "do", "is", "are", "of",
 LATEST = 10  # values that a verdict rests on
 APART = 0.1  # idle ratios that differ by less are equal
 BOTH = 0.2  # of their time, from which two sides that both idle wait for each other
-SLOTS_A_REPLICA = 16  # verl's default concurrency
+SLOTS_A_REPLICA = 16  # verl's default of async_training.concurrent_samples_per_replica, all there is before 0.9.1
 V1 = "training/off_policy/trajectory_staleness/mean"  # a metric that only v1 trainers have
 V1_WAITS = ("timing_s/gen", "timing_s/switch_wait")  # of a step, the trainer for samples
 IDLE = ("esgrpo/bubble/paused", "esgrpo/bubble/starved")  # of a replica, with nothing that it may run
 _NUMBER = r"(?:np\.\w+\()?(-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|nan|inf))(?!\.?\w)"  # no version, no address
 _PRINTED = re.compile(rf"'([a-z_]+(?:/[\w.-]+)+)': {_NUMBER}")  # a dict printed by the rollouter
 _LOGGED = re.compile(rf"(?:^|\s)([A-Za-z_]\w*(?:/[\w.@-]+)+):{_NUMBER}")  # step:3 - actor/entropy:0.1 - ...
+_SLOTS = re.compile(r"\bconcurrent_samples_per_replica\b['\"]?[:=]\s*(\d+)")  # in the configuration that verl prints
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -153,8 +154,11 @@ def _number(value: float | str) -> float | None:
         return None
 
 
-def arithmetic(values: dict[str, float]) -> list[tuple[bool, str]]:
-    """(holds, sentence) for every relation that the values must satisfy; NaN and infinity satisfy none."""
+def arithmetic(values: dict[str, float], each: int = SLOTS_A_REPLICA) -> list[tuple[bool, str]]:
+    """(holds, sentence) for every relation that the values must satisfy; NaN and infinity satisfy none.
+
+    each: prompts at once that a replica has.
+    """
     values = {name: value for name, value in values.items() if math.isfinite(value)}
 
     def has(*names: str) -> bool:
@@ -178,8 +182,8 @@ def arithmetic(values: dict[str, float]) -> list[tuple[bool, str]]:
         found.append((right, said("room", room=room, relation=equal(right))))
     if has("static/max_concurrent_samples", "static/max_required_samples"):
         slots, most = values["static/max_concurrent_samples"], values["static/max_required_samples"]
-        whole = slots % SLOTS_A_REPLICA == 0 and slots > 0
-        of = (said("of_replicas", each=SLOTS_A_REPLICA, replicas=slots / SLOTS_A_REPLICA) if whole
+        whole = slots % each == 0 and slots > 0
+        of = (said("of_replicas", each=each, replicas=slots / each) if whole
               else said("of_limit" if slots == most else "of_its_own"))
         found.append((slots <= most, said("slots", slots=slots, said=of)))
     for small, large in (("monitor/active_tasks_size", "static/max_concurrent_samples"),
@@ -282,7 +286,8 @@ def of_log(text: str, wanted: str = "all") -> tuple[list[str], bool]:
     width = max(map(len, shown))
     lines = [f"{name.ljust(width)}  {values[name][-1]:g}  {language.of(entries[pattern], 'means')}"
              for name, pattern in sorted(shown.items())]
-    relations = arithmetic(_latest(values))
+    told = [int(match[1]) for match in _SLOTS.finditer(text) if int(match[1])]
+    relations = arithmetic(_latest(values), told[-1] if told else SLOTS_A_REPLICA)
     lines += [f"{said('ok' if holds else 'wrong')}: {sentence}" for holds, sentence in relations]
     return [*lines, said("verdict", verdict=bottleneck(values))], all(holds for holds, _ in relations)
 
