@@ -65,6 +65,8 @@ V1_THREE, V1_THREE_ARM = "train_h200_smollm2_sums_v1_foreseen.json", "plain filt
 V1_FOUR, V1_FOUR_ARM = "train_h200_smollm2_sums_v1_four_ahead.json", "plain filter_groups=on warmup=4"
 SUMS_LEFT_OUT = "train_h200_smollm2_sums_left_out.json"
 ENGLISH, CHINESE = "en", "zh"
+FIRST, LAST, LATER = (f"held-out reward, {when}" for when in ("first", "last", "later half"))
+TOKENS, AGE = "decoded tokens per group with gradient", "age of a trained token, later half, versions"
 
 
 def _against(other: str, names=BARRIER) -> list[float]:
@@ -175,64 +177,72 @@ def _verdicts() -> dict[str, str]:
             "now_verdicts": spread((pair.overlay["decisions: verdicts"] for pair in now), 0)}
 
 
+def _useful(record: str, arm: str, other: str) -> str:
+    """How many times the groups with a gradient a second of another arm, over the seeds."""
+    return spread(pair.ratio(USEFUL) for pair in training_pairs((record,), other, arm))
+
+
 def _pretrained() -> dict[str, str]:
     """Of the runs on SmolLM2: long answers, then short ones, then the held-out family."""
     long, short = training_pairs((PRETRAINED,)), training_pairs((FRESH_PROMPTS,), overlay="all")
     primes, sixteen = training_pairs((PRIMES,)), training_pairs((PRIMES_16,))[0]
     alike = training_pairs(ALIKE[:1], *(f"{arm} {ALIKE[1]}" for arm in ("plain", "all")))
-    kinds = {"real": long, "alike": alike, "new": short, "primes": primes}
-    few, sums = _arms(CHAIN_SUM), training_pairs((SUMS["sums"][0],), overlay="all")
-    best = side_by_side((SUMS_LEFT_OUT, "all"), (V1_FOUR, V1_FOUR_ARM))
-    three = [pair for ours, theirs in ((SUMS["sums"][0], V1_THREE), (SUMS_LEFT_OUT, V1_FOUR))
-             for pair in side_by_side((ours, "all"), (theirs, V1_THREE_ARM))]
-    tokens, age = "decoded tokens per group with gradient", "age of a trained token, later half, versions"
-    first, last, later = (f"held-out reward, {when}" for when in ("first", "last", "later half"))
-
-    def of_all(record: str, arm: str) -> str:
-        """Last rewards of an arm, those without a partner, too."""
-        return spread(run[last] for run in records.read(record)["measures"][arm].values())
-
-    def filtered(record: str, arm: str, other: str) -> str:
-        return spread(pair.ratio(USEFUL) for pair in training_pairs((record,), other, arm))
+    kinds, few = {"real": long, "alike": alike, "new": short, "primes": primes}, _arms(CHAIN_SUM)
 
     def lost(arm: str) -> str:
         run = few[f"{arm} lr=5e-5"]
-        return f"{run[first]:.2f} → {run[later]:.2f}"
+        return f"{run[FIRST]:.2f} → {run[LATER]:.2f}"
 
     return {**{f"{name}_{key}": value for name, pairs in kinds.items() for key, value in {
                 "useful": spread(pair.ratio(USEFUL) for pair in pairs),
-                "first": spread(run[first] for pair in pairs for run in (pair.plain, pair.overlay)),
-                "reward": spread(pair.overlay[last] for pair in pairs),
-                "reward_plain": spread(pair.plain[last] for pair in pairs)}.items()},
+                "first": spread(run[FIRST] for pair in pairs for run in (pair.plain, pair.overlay)),
+                "reward": spread(pair.overlay[LAST] for pair in pairs),
+                "reward_plain": spread(pair.plain[LAST] for pair in pairs)}.items()},
             "real_pairs": str(len(long)), "alike_pairs": str(len(alike)), "primes_pairs": str(len(primes)),
-            "alike_tokens": spread(pair.ratio(tokens) for pair in alike),
+            "alike_tokens": spread(pair.ratio(TOKENS) for pair in alike),
             "alike_verdicts": span((pair.overlay["decisions: verdicts"] for pair in alike), 0),
             "primes_verdicts": span((pair.overlay["decisions: verdicts"] for pair in primes), 0),
             "sixteen_useful": f"{sixteen.ratio(USEFUL):.2f}",
-            "chain_lost": lost("all verdicts"), "chain_lost_plain": lost("plain"),
-            "spare_useful": filtered(FILTER, "all spare", "all"),
-            "spare_alone": filtered(ALONE, "C spare", "plain"),
-            **{f"{name}_{key}": value for name, (record, own) in SUMS.items() for key, value in {
-                "useful": filtered(record, f"all{own}", f"plain{own}"), "reward": of_all(record, f"all{own}"),
+            "chain_lost": lost("all verdicts"), "chain_lost_plain": lost("plain")}
+
+
+def _sums() -> dict[str, str]:
+    """The same model on sums as the profile is now: against plain, against v1 tuned, and with one part left out."""
+    sums = training_pairs((SUMS["sums"][0],), overlay="all")
+    best = side_by_side((SUMS_LEFT_OUT, "all"), (V1_FOUR, V1_FOUR_ARM))
+    three = [pair for ours, theirs in ((SUMS["sums"][0], V1_THREE), (SUMS_LEFT_OUT, V1_FOUR))
+             for pair in side_by_side((ours, "all"), (theirs, V1_THREE_ARM))]
+
+    def of_all(record: str, arm: str) -> str:
+        """Last rewards of an arm, those without a partner, too."""
+        return spread(run[LAST] for run in records.read(record)["measures"][arm].values())
+
+    return {**{f"{name}_{key}": value for name, (record, own) in SUMS.items() for key, value in {
+                "useful": _useful(record, f"all{own}", f"plain{own}"), "reward": of_all(record, f"all{own}"),
                 "reward_plain": of_all(record, f"plain{own}")}.items()},
             "sums_pairs": str(len(sums)),
-            "sums_first": span(run[first] for pair in sums for run in (pair.plain, pair.overlay)),
+            "sums_first": span(run[FIRST] for pair in sums for run in (pair.plain, pair.overlay)),
             **{f"{name}_{key}": value for name, pairs in (("best", best), ("three", three)) for key, value in {
                 "useful": span(pair.ratio(USEFUL) for pair in pairs),
-                "tokens": span(pair.ratio(tokens) for pair in pairs),
-                "reward": span(pair.overlay[last] for pair in pairs),
-                "reward_plain": span(pair.plain[last] for pair in pairs),
-                "age": span((pair.overlay[age] for pair in pairs), 1),
-                "age_plain": span((pair.plain[age] for pair in pairs), 1)}.items()},
+                "tokens": span(pair.ratio(TOKENS) for pair in pairs),
+                "reward": span(pair.overlay[LAST] for pair in pairs),
+                "reward_plain": span(pair.plain[LAST] for pair in pairs),
+                "age": span((pair.overlay[AGE] for pair in pairs), 1),
+                "age_plain": span((pair.plain[AGE] for pair in pairs), 1)}.items()},
             **{name: span(pair.ratio(USEFUL) for pair in training_pairs(found, arm, "all filter_groups=on"))
                for name, found, arm in (("tuned_four", (V1_FOUR,), V1_FOUR_ARM),
                                         ("tuned_useful", (V1_THREE, V1_FOUR), V1_THREE_ARM))},
             **{f"without_{part}": span(pair.ratio(key) for pair in training_pairs(
                 (SUMS_LEFT_OUT,), "all", f"all without {part.partition('_')[0]}"))
-               for part, key in (("filter", USEFUL), ("sampler", USEFUL), ("sampler_tokens", tokens),
-                                 ("verdicts", USEFUL))},
-            "ahead_tuned": filtered(V1_FORESEEN, "all", "plain warmup=3"),
-            "spare_useful_cpu": filtered(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
+               for part, key in (("filter", USEFUL), ("sampler", USEFUL), ("sampler_tokens", TOKENS),
+                                 ("verdicts", USEFUL))}}
+
+
+def _filters() -> dict[str, str]:
+    """The group filter alone and beside the rest, on GPUs and on a CPU."""
+    return {"spare_useful": _useful(FILTER, "all spare", "all"), "spare_alone": _useful(ALONE, "C spare", "plain"),
+            "ahead_tuned": _useful(V1_FORESEEN, "all", "plain warmup=3"),
+            "spare_useful_cpu": _useful(FILTER_CPU, "all spare staleness=2", "all staleness=2")}
 
 
 def _v1() -> dict[str, str]:
@@ -272,7 +282,7 @@ def numbers() -> dict[str, str]:
         "async_runs": str(len(_against("verl", ASYNC))),
         "april_stale": _stale("april", CARRIED), "april_stale_ours": _stale("es-grpo", CARRIED),
         "simulated": _range(math_), "code": _range(code), **_kept(), **_longer(), **_syncs(), **_verdicts(),
-        **_pretrained(), **_seven_b(), **_v1(),
+        **_pretrained(), **_sums(), **_filters(), **_seven_b(), **_v1(),
     }
 
 
