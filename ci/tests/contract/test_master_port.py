@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,10 +36,12 @@ def chosen(monkeypatch):
     monkeypatch.setattr(base, "PlacementGroupSchedulingStrategy", lambda **_: None)
     monkeypatch.setattr(base, "get_master_addr_port", Here(base.get_master_addr_port._function))
 
-    def choose(hooked: bool, **own) -> int:
+    def choose(hooked: bool, workers: int = 8, **own) -> int:
+        """Of a group of so many workers; its first placement group has eight bundles."""
         group = base.RayWorkerGroup.__new__(base.RayWorkerGroup)
         group._master_addr = group._master_port = None
-        (wrapped(master_port, method) if hooked else method)(group, None, **own)
+        group._world_size = workers
+        (wrapped(master_port, method) if hooked else method)(group, SimpleNamespace(bundle_count=8), **own)
         return int(group._master_port)
 
     return choose
@@ -61,6 +64,20 @@ def test_plain_verl_chooses_one_that_anybody_may_get(chosen, clients):
 def test_the_port_is_one_that_the_kernel_gives_nobody(chosen, clients):
     found = {chosen(hooked=True) for _ in range(20)}
     assert all(ports.AFTER_RAY <= port < ports.NODE_PORTS for port in found) and len(found) > 15
+
+
+def test_runs_of_one_seed_choose_ports_of_their_own(chosen, clients):
+    found = set()
+    for _ in range(4):
+        random.seed(1)
+        found.add(chosen(hooked=True))
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize("workers, first, kept", [(16, 0, True), (4, 5, True), (4, 4, False), (1, 7, False)])
+def test_a_group_of_several_nodes_keeps_a_port_of_the_kernels_range(chosen, clients, workers, first, kept):
+    clients_own = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert (chosen(hooked=True, workers=workers, bundle_index=first) >= clients_own) is kept
 
 
 def test_one_that_is_taken_now_is_passed_over(chosen, clients, monkeypatch):

@@ -1,4 +1,4 @@
-"""The port of a worker group is still free when its workers bind it."""
+"""The port of a worker group on one node is still free when its workers bind it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ HOOK = Hook(
     kind="wrap",
     why="verl asks the kernel for any free port, gives it back, and tells it to workers that bind it once they are up: "
         "most of a minute later where several runs start on a host, and one of the sockets that were made meanwhile "
-        "may have it (verl issues 3521 and 5889; three of 26 runs on H200s). Ports below the kernel's own range last",
+        "may have it (verl issues 3521 and 5889; three of 26 runs on H200s). Ports below the kernel's own range last. "
+        "Between nodes they may be closed where those of that range are open, so that such a group keeps verl's",
     remove_when="verl holds the port until it is bound, or chooses below net.ipv4.ip_local_port_range",
     features=("observe",),
     without=(("==0.7.0", "its port is in no range"),),
-    relies_on=("verl.single_controller.ray.base:get_master_addr_port",),
+    relies_on=("verl.single_controller.ray.base:get_master_addr_port",
+               "verl.single_controller.ray.base:RayWorkerGroup._init_with_resource_pool",
+               "verl.single_controller.ray.base:RayWorkerGroup._init_with_subresource_pool"),
 )
 
 
@@ -33,8 +36,14 @@ def clients_from() -> int:
         return 0
 
 
+def on_one_node(group, pg, first: int) -> bool:
+    """All workers of the group are in this placement group, from its bundle `first` on."""
+    return first + group._world_size <= pg.bundle_count
+
+
 def around(call):
-    if call.argument("master_port_range") is None:
+    own = call.argument("master_port_range")
+    if own is None and on_one_node(call.owner, call.argument("pg"), call.argument("bundle_index")):
         # verl seeds `random`: runs of one seed would choose the same
         call.arguments["master_port_range"] = ports.lasting(clients_from(), random.SystemRandom())
     return call()
