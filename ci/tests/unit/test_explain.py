@@ -166,11 +166,15 @@ def test_the_log_of_the_issue():
     assert not [line for line in lines if line.startswith("WRONG")]
 
 
-@pytest.mark.parametrize("printed", ["  'async_training': {'concurrent_samples_per_replica': 32,",
-                                     "++async_training.concurrent_samples_per_replica=32"])
-def test_slots_of_a_replica_are_those_that_the_log_says(printed):
+@pytest.mark.parametrize("printed, said", [
+    ("  'async_training': {'concurrent_samples_per_replica': 32,", "= 32 a replica x 1"),
+    ("++async_training.concurrent_samples_per_replica=32", "= 32 a replica x 1"),
+    ("'concurrent_samples_per_replica': 12,", "is a concurrency of its own"),
+    ("'concurrent_samples_per_replica': 0,", "= 16 a replica x 2"),
+    ("'concurrent_samples_per_replica': None,", "= 16 a replica x 2")])
+def test_slots_of_a_replica_are_those_that_the_log_says(printed, said):
     lines, _ = report.of_log(f"{printed}\n{NOTES}")
-    assert "ok: max_concurrent_samples: 32 = 32 a replica x 1" in lines
+    assert f"ok: max_concurrent_samples: 32 {said}" in lines
 
 
 def test_what_is_no_number_is_no_value():
@@ -269,6 +273,26 @@ def v1_steps(waits, starved=None) -> str:
 ])
 def test_verdicts(text, verdict):
     assert report.of_log(text)[0][-1].startswith(f"verdict: {verdict}")
+
+
+IDLE_ROLLOUT = "step:3 - fully_async/trainer/idle_ratio:0.02 - fully_async/rollouter/idle_ratio:0.5"
+TAUGHT = (" - perf/total_num_tokens:35000 - response_length/mean:70 - prompt_length/mean:70"
+          " - esgrpo/waste/zero_variance:")
+
+
+@pytest.mark.parametrize("text, cure", [
+    (f"{IDLE_ROLLOUT}{TAUGHT}7700", "; 44% of the response tokens that it trains are of groups without a gradient: "
+     "actor_rollout_ref.rollout.segment.null_groups=spare (measured with async_training.staleness_threshold=2) leaves"),
+    (f"{v1_steps(waits=(0.0, 0.6))}{TAUGHT}3500", "; 20% of the response tokens that it trains are of groups without a "
+     "gradient: algorithm.filter_groups.enable=True leaves"),
+    (f"{IDLE_ROLLOUT}{TAUGHT}3400", ""),
+    (f"{IDLE_ROLLOUT}{TAUGHT}nan", ""),
+    (f"{IDLE_ROLLOUT} - esgrpo/waste/zero_variance:7700", ""),
+    (f"{IDLE_ROLLOUT}{TAUGHT}7700".replace("mean:70", "mean:0"), ""),
+    (f"{IDLE_ROLLOUT}{TAUGHT}7700".replace("trainer/idle_ratio:0.02", "trainer/idle_ratio:0.9"), "")])
+def test_a_trainer_that_trains_groups_without_a_gradient_is_told_the_filter(text, cure):
+    said, line = "groups without a gradient", report.of_log(text)[0][-1]
+    assert cure in line and (said in line) is bool(cure)
 
 
 def test_the_command_line(capsys, tmp_path):

@@ -27,6 +27,7 @@ UNTOLD = frozenset(("the", "too", "why", "how", "does", "do", "is", "are", "of",
 LATEST = 10  # values that a verdict rests on
 APART = 0.1  # idle ratios that differ by less are equal
 BOTH = 0.2  # of their time, from which two sides that both idle wait for each other
+WORTH_A_FILTER = 0.2  # of the trained response tokens, in groups without a gradient
 SLOTS_A_REPLICA = 16  # verl's default of async_training.concurrent_samples_per_replica, all there is before 0.9.1
 V1 = "training/off_policy/trajectory_staleness/mean"  # a metric that only v1 trainers have
 V1_WAITS = ("timing_s/gen", "timing_s/switch_wait")  # of a step, the trainer for samples
@@ -34,7 +35,7 @@ IDLE = ("esgrpo/bubble/paused", "esgrpo/bubble/starved")  # of a replica, with n
 _NUMBER = r"(?:np\.\w+\()?(-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|nan|inf))(?!\.?\w)"  # no version, no address
 _PRINTED = re.compile(rf"'([a-z_]+(?:/[\w.-]+)+)': {_NUMBER}")  # a dict printed by the rollouter
 _LOGGED = re.compile(rf"(?:^|\s)([A-Za-z_]\w*(?:/[\w.@-]+)+):{_NUMBER}")  # step:3 - actor/entropy:0.1 - ...
-_SLOTS = re.compile(r"\bconcurrent_samples_per_replica\b['\"]?[:=]\s*(\d+)")  # in the configuration that verl prints
+_SLOTS = re.compile(r"\bconcurrent_samples_per_replica\b['\"]?[:=]\s*([1-9]\d*)")  # in the configuration that verl prints
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -209,10 +210,28 @@ def arithmetic(values: dict[str, float], each: int = SLOTS_A_REPLICA) -> list[tu
 
 
 def bottleneck(values: dict[str, list[float]]) -> str:
-    """Which side the other one waits for, and by what."""
+    """Which side the other one waits for, and by what; of a trainer that trains groups without a gradient, the cure."""
     finite = {name: [value for value in series if math.isfinite(value)] for name, series in values.items()}
     values = {name: series for name, series in finite.items() if series}
+    verdict, fields = _judged(values)
+    share = _without_gradient(values) if verdict == "trainer_slow" else 0.0
+    cure = "" if share < WORTH_A_FILTER else said("no_gradient", share=share, cure=said(
+        "filter_v1" if V1 in values else "filter_fully_async"))
+    return said(verdict, **fields) + cure
 
+
+def _without_gradient(values: dict[str, list[float]]) -> float:
+    """Share of the trained response tokens that are of groups without a gradient; 0 where the log does not say."""
+    names = ("esgrpo/waste/zero_variance", "perf/total_num_tokens", "response_length/mean", "prompt_length/mean")
+    if any(name not in values for name in names):
+        return 0.0
+    null, tokens, response, prompt = (statistics.mean(values[name][-LATEST:]) for name in names)
+    trained = tokens * response / (response + prompt) if response + prompt > 0 else 0.0
+    return null / trained if trained > 0 else 0.0
+
+
+def _judged(values: dict[str, list[float]]) -> tuple[str, dict]:
+    """(name of the verdict, what its text says)."""
     def middle(name: str) -> float | None:
         return statistics.median(values[name][-LATEST:]) if name in values else None
 
@@ -222,33 +241,33 @@ def bottleneck(values: dict[str, list[float]]) -> str:
         waits, slower = said("waits", trainer=trainer, rollouter=rollouter), _slower(trainer, rollouter)
         if slower == "neither" and None not in (queued, required) and queued >= required > 0:
             # null_groups keeps rollout busy with groups that are left out
-            return said("trainer_slow", waits=f"{waits}; {said('finished_wait', queued=queued, required=required)}")
-        return said(slower, waits=waits, more=said("more_staleness"))
+            return "trainer_slow", {"waits": f"{waits}; {said('finished_wait', queued=queued, required=required)}"}
+        return slower, {"waits": waits, "more": said("more_staleness")}
     if V1 in values and any(values.get("timing_s/step", ())[-LATEST:]):
         return _of_v1(values)
     active, slots = middle("monitor/active_tasks_size"), middle("static/max_concurrent_samples")
     stale, most = middle("count/staleness_samples"), middle("static/max_required_samples")
     if None in (queued, required, active, slots):
-        return said("cannot_tell")
+        return "cannot_tell", {}
     paused = None not in (stale, most) and stale >= most
     if queued >= required or paused:
-        return said("trainer_slow", waits=said("paused_too" if paused else "finished_wait", queued=queued,
-                                               required=required))
+        return "trainer_slow", {"waits": said("paused_too" if paused else "finished_wait", queued=queued,
+                                              required=required)}
     if active >= slots:
-        return said("rollout_slow", waits=said("slots_busy", slots=slots, queued=queued, required=required))
-    return said("slots_free", active=active, slots=slots, queued=queued, required=required)
+        return "rollout_slow", {"waits": said("slots_busy", slots=slots, queued=queued, required=required)}
+    return "slots_free", {"active": active, "slots": slots, "queued": queued, "required": required}
 
 
-def _of_v1(values: dict[str, list[float]]) -> str:
+def _of_v1(values: dict[str, list[float]]) -> tuple[str, dict]:
     """The same of a v1 trainer, which waits in some steps and not in others; of rollout the overlay knows."""
     def latest(*names: str) -> float:
         return sum(sum(values.get(name, ())[-LATEST:]) for name in names)
 
     trainer = latest(*V1_WAITS) / latest("timing_s/step")
     if not any(name in values for name in IDLE):
-        return said("rollout_slow" if trainer > APART else "trainer_slow", waits=said("v1_waits", trainer=trainer))
+        return "rollout_slow" if trainer > APART else "trainer_slow", {"waits": said("v1_waits", trainer=trainer)}
     idle = latest(*IDLE) / max(len(values.get(name, ())[-LATEST:]) for name in IDLE)
-    return said(_slower(trainer, idle), waits=said("v1_both", trainer=trainer, idle=idle), more=said("more_warmup"))
+    return _slower(trainer, idle), {"waits": said("v1_both", trainer=trainer, idle=idle), "more": said("more_warmup")}
 
 
 def _slower(trainer: float, rollout: float) -> str:
@@ -286,8 +305,8 @@ def of_log(text: str, wanted: str = "all") -> tuple[list[str], bool]:
     width = max(map(len, shown))
     lines = [f"{name.ljust(width)}  {values[name][-1]:g}  {language.of(entries[pattern], 'means')}"
              for name, pattern in sorted(shown.items())]
-    told = [int(match[1]) for match in _SLOTS.finditer(text) if int(match[1])]
-    relations = arithmetic(_latest(values), told[-1] if told else SLOTS_A_REPLICA)
+    told = _SLOTS.search(text)
+    relations = arithmetic(_latest(values), int(told[1]) if told else SLOTS_A_REPLICA)
     lines += [f"{said('ok' if holds else 'wrong')}: {sentence}" for holds, sentence in relations]
     return [*lines, said("verdict", verdict=bottleneck(values))], all(holds for holds, _ in relations)
 
