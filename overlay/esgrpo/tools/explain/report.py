@@ -35,7 +35,7 @@ IDLE = ("esgrpo/bubble/paused", "esgrpo/bubble/starved")  # of a replica, with n
 _NUMBER = r"(?:np\.\w+\()?(-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|nan|inf))(?!\.?\w)"  # no version, no address
 _PRINTED = re.compile(rf"'([a-z_]+(?:/[\w.-]+)+)': {_NUMBER}")  # a dict printed by the rollouter
 _LOGGED = re.compile(rf"(?:^|\s)([A-Za-z_]\w*(?:/[\w.@-]+)+):{_NUMBER}")  # step:3 - actor/entropy:0.1 - ...
-_SLOTS = re.compile(r"\bconcurrent_samples_per_replica\b['\"]?[:=]\s*([1-9]\d*)")  # in the configuration that verl prints
+_SLOTS = re.compile(r"\bconcurrent_samples_per_replica\b['\"]?[:=]\s*([1-9]\d*)")  # as verl prints it
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
