@@ -24,6 +24,7 @@ SHARED_MEMORY = 0.4  # the same where the trainers are on that GPU, too
 HELPER = ROOT / "bench" / "together"
 POLL_S, PROGRESS_S = 0.5, 15.0
 LIMIT_S = 0.8 * STARTUP_LIMIT_S  # for all to be there: who was there first is not ready before its gate is open
+PATIENCE_S = 150.0  # after the last one that came, once half are there; eight of one H200 were seconds apart
 AHEAD_LIMIT_S = STARTUP_LIMIT_S / 2  # of measurement before a run that has started: it waits, and is not ready
 LOGS = "beside-*.log"  # one of each run
 
@@ -93,12 +94,13 @@ def _watching(children: dict[str, subprocess.Popen], logs: dict[str, Path]) -> I
         time.sleep(POLL_S)
 
 
-def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S, turns: bool = True,
-        gpus: Sequence[str] = ()) -> None:
+def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S, patience_s: float = PATIENCE_S,
+        turns: bool = True, gpus: Sequence[str] = ()) -> None:
     """Each command (label -> arguments of python -m) to its end; what fails there is the caller's to tell.
 
-    Nobody waits longer than `limit_s` for one that does not come: then those that are there are let go. `turns`:
-    engines start one after the other, as they must where they measure the memory of a GPU. `gpus`: each run sees one of
+    Nobody waits longer than `limit_s` for one that does not come, nor `patience_s` once half of those that run are
+    there and no further one comes: then those that are there are let go. `turns`: engines start one after the other,
+    as they must where they measure the memory of a GPU, and may come as far apart as that. `gpus`: each run sees one of
     them, which others may have, too; without, every run sees all.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -110,9 +112,12 @@ def run(commands: dict[str, list[str]], out: Path, limit_s: float = LIMIT_S, tur
         for number, (label, command) in enumerate(commands.items()):
             gpu = gpu_of(number, len(commands), gpus) if gpus else None
             children[label] = _start(command, gates[label], logs[label], _apart(folder, number, turns, gpu))
+        came = 0, begun  # how many were there, and when that last changed
         for running in _watching(children, logs):
-            there = [label for label in running if _there(gates[label])]
-            late = time.monotonic() - begun > limit_s
+            there, now = [label for label in running if _there(gates[label])], time.monotonic()
+            came = came if len(there) == came[0] else (len(there), now)
+            alone = not turns and 2 * len(there) >= len(running) and now - came[1] > patience_s
+            late = alone or now - begun > limit_s
             if any(gate.exists() for gate in gates.values()) and (late or len(there) == len(running)):
                 say(f"{len(there)} of {len(children)} runs are let go together")
                 for gate in gates.values():

@@ -66,6 +66,21 @@ def test_who_is_there_goes_when_the_limit_is_over(fake, tmp_path):
     assert _said(tmp_path / "out", 0)["went"] < _said(tmp_path / "out", 1)["came"]
 
 
+@pytest.mark.parametrize("turns", [False, True])
+def test_half_of_them_wait_no_longer_than_their_patience_for_one_more(fake, tmp_path, turns):
+    together.run({"early": fake("early"), "next": fake("next"), "late": fake("late", "early.went")},
+                 tmp_path / "out", patience_s=0.3, turns=turns, limit_s=1.5)
+    early, late = (_said(tmp_path / "out", number) for number in (0, 2))
+    assert early["went"] < late["came"] and (early["went"] - early["came"] > 1.0) is turns
+
+
+def test_fewer_than_half_wait_for_the_others(fake, tmp_path):
+    together.run({"early": fake("early"), "second": fake("second", "third.came"), "third": fake("third", "last.came"),
+                  "last": fake("last")}, tmp_path / "out", patience_s=0.0, turns=False)
+    early, last = _said(tmp_path / "out", 0), _said(tmp_path / "out", 3)
+    assert last["came"] <= early["went"]
+
+
 def test_each_begins_once_the_one_before_has_ended_and_starts_before_that(fake, tmp_path):
     together.one_by_one({"first": fake("first", until="next.came"), "lost": fake("lost", code=3),
                          "next": fake("next", until="last.came"), "last": fake("last")}, tmp_path / "out")
