@@ -36,7 +36,7 @@ SEVEN_B_EIGHT = ("engine_h200_7b_three_seeds.jsonl", "engine_h200_7b_eight_updat
 # room for all, eight updates; without a barrier; two replicas with scarce memory against Seer
 SEVEN_B_AMPLE, SEVEN_B_ASYNC = ("engine_h200_7b_ample.jsonl",), ("engine_h200_7b_async.jsonl",)
 SEVEN_B_ROLLPACKER = ("engine_h200_7b_ample_rollpacker.jsonl", "engine_h200_7b_ample_rollpacker_third_seed.jsonl")
-LOSSES_GPU = "train_h200_smollm2_losses_2e5.json"
+LOSSES_GPU, LOSSES_GPU_ONE_STEP = (f"train_h200_smollm2_losses_{kind}.json" for kind in ("2e5", "one_step"))
 SEVEN_B_SEER = "engine_h200_7b_seer.jsonl"
 BARRIER = ("engine_h200_rivals.jsonl", "engine_h200_sizes.jsonl")
 GRID, CARRY_OVER = "robustness_grid.json", "sim_sync.json"
@@ -63,7 +63,9 @@ SUMS = {"sums": ("train_h200_smollm2_sums.json", ""), "sums_dapo": ("train_h200_
 V1_THREE, V1_THREE_ARM = "train_h200_smollm2_sums_v1_foreseen.json", "plain filter_groups=on warmup=3"
 # and four, the best verl that was tried, beside one part after the other left out of everything on
 V1_FOUR, V1_FOUR_ARM = "train_h200_smollm2_sums_v1_four_ahead.json", "plain filter_groups=on warmup=4"
+V1_SIX, V1_SIX_ARM = "train_h200_smollm2_sums_v1_six_ahead.json", "plain filter_groups=on warmup=6"  # and six
 SUMS_LEFT_OUT = "train_h200_smollm2_sums_left_out.json"
+SEGMENTS, WARM = "train_h200_smollm2_segments.json", "train_h200_smollm2_history.json"
 ENGLISH, CHINESE = "en", "zh"
 FIRST, LAST, LATER = (f"held-out reward, {when}" for when in ("first", "last", "later half"))
 TOKENS, AGE = "decoded tokens per group with gradient", "age of a trained token, later half, versions"
@@ -186,6 +188,7 @@ def _pretrained() -> dict[str, str]:
     """Of the runs on SmolLM2: long answers, then short ones, then the held-out family."""
     long, short = training_pairs((PRETRAINED,)), training_pairs((FRESH_PROMPTS,), overlay="all")
     primes, sixteen = training_pairs((PRIMES,)), training_pairs((PRIMES_16,))[0]
+    today, = training_pairs((SEGMENTS,), overlay="all")
     alike = training_pairs(ALIKE[:1], *(f"{arm} {ALIKE[1]}" for arm in ("plain", "all")))
     kinds, few = {"real": long, "alike": alike, "new": short, "primes": primes}, _arms(CHAIN_SUM)
 
@@ -198,6 +201,9 @@ def _pretrained() -> dict[str, str]:
                 "first": spread(run[FIRST] for pair in pairs for run in (pair.plain, pair.overlay)),
                 "reward": spread(pair.overlay[LAST] for pair in pairs),
                 "reward_plain": spread(pair.plain[LAST] for pair in pairs)}.items()},
+            "segments_static": span(pair.ratio(USEFUL) for pair in training_pairs((SEGMENTS,), overlay="B yield")),
+            "segments_all": f"{today.ratio(USEFUL):.2f}",
+            "segments_verdicts": f"{today.overlay['decisions: verdicts']}",
             "real_pairs": str(len(long)), "alike_pairs": str(len(alike)), "primes_pairs": str(len(primes)),
             "alike_tokens": spread(pair.ratio(TOKENS) for pair in alike),
             "alike_verdicts": span((pair.overlay["decisions: verdicts"] for pair in alike), 0),
@@ -230,8 +236,11 @@ def _sums() -> dict[str, str]:
                 "age": span((pair.overlay[AGE] for pair in pairs), 1),
                 "age_plain": span((pair.plain[AGE] for pair in pairs), 1)}.items()},
             **{name: span(pair.ratio(USEFUL) for pair in training_pairs(found, arm, "all filter_groups=on"))
-               for name, found, arm in (("tuned_four", (V1_FOUR,), V1_FOUR_ARM),
+               for name, found, arm in (("tuned_six", (V1_SIX,), V1_SIX_ARM),
+                                        ("tuned_four", (V1_FOUR, V1_SIX), V1_FOUR_ARM),
                                         ("tuned_useful", (V1_THREE, V1_FOUR), V1_THREE_ARM))},
+            **{name: span(pair.ratio(key) for pair in training_pairs((WARM,), "all", "all history=warm"))
+               for name, key in (("warm_useful", USEFUL), ("warm_tokens", TOKENS))},
             **{f"without_{part}": span(pair.ratio(key) for pair in training_pairs(
                 (SUMS_LEFT_OUT,), "all", f"all without {part.partition('_')[0]}"))
                for part, key in (("filter", USEFUL), ("sampler", USEFUL), ("sampler_tokens", TOKENS),
@@ -276,9 +285,8 @@ def numbers() -> dict[str, str]:
         "reward": spread(over["held-out reward, last"]), "reward_plain": spread(plain["held-out reward, last"]),
         "settings": str(len(grid)), "grid": f"{min(grid):+.3f} … {max(grid):+.3f}",
         "search": spread(cpu[CPU[0]]), "chain": spread(cpu[CPU[1]]), "seeds": str(len(cpu[CPU[0]])),
-        "barrier": span(_against("verl")), "barrier_runs": str(len(_against("verl"))),
-        "april": spread(april), "april_runs": str(len(april)),
-        "async": spread(_against("verl", ASYNC)),
+        "barrier": span(_against("verl")), "barrier_runs": str(len(_against("verl"))), "april": spread(april),
+        "april_runs": str(len(april)), "async": spread(_against("verl", ASYNC)),
         "async_runs": str(len(_against("verl", ASYNC))),
         "april_stale": _stale("april", CARRIED), "april_stale_ours": _stale("es-grpo", CARRIED),
         "simulated": _range(math_), "code": _range(code), **_kept(), **_longer(), **_syncs(), **_verdicts(),
@@ -340,11 +348,11 @@ def module_numbers() -> dict[str, str]:
 
 
 def _losses_on_a_gpu() -> dict[str, str]:
-    """Held-out reward of the later half, four optimiser steps a weight version, at a learning rate that verl's own loss
-    survives."""
-    arms = {"default": "plain steps=4", "pois": "plain loss=pois steps=4", "sais": "plain loss=sais steps=4"}
-    runs = records.read(LOSSES_GPU)["measures"]
-    return {f"slow_loss_{name}": span(run["held-out reward, later half"] for run in runs[arm].values())
+    """Held-out reward of the later half, four optimiser steps a weight version and one, at a learning rate that verl's
+    own loss survives."""
+    arms = {"default": "plain", "pois": "plain loss=pois", "sais": "plain loss=sais"}
+    return {f"{kind}_loss_{name}": span(run[LATER] for run in records.read(record)["measures"][arm + steps].values())
+            for kind, record, steps in (("slow", LOSSES_GPU, " steps=4"), ("one", LOSSES_GPU_ONE_STEP, ""))
             for name, arm in arms.items()}
 
 
