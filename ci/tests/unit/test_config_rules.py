@@ -100,6 +100,19 @@ def test_the_anchor_of_every_trainer(trainer, steps, anchor):
     assert omegaconf.OmegaConf.to_container(config) == before and not plan.files
 
 
+@pytest.mark.parametrize("trainer, bound, older", [
+    ("fully_async", 2.0, "async_training.staleness_threshold=2 lets in"), ("fully_async", 0.0, ""),
+    ("0.7.0", 0.5, "async_training.staleness_threshold=0.5 lets in"),
+    ("separate_async", None, "trainer.v1.trainer_mode=separate_async lets in"),
+    ("colocate_async", None, "trainer.v1.trainer_mode=colocate_async lets in"), ("sync", None, "")])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_pois_is_warned_of_where_rollout_runs_ahead_of_the_weights(trainer, bound, older, steps):
+    plan = planned(composed(trainer, steps, **({} if bound is None else
+                                               {"async_training": {"staleness_threshold": bound}})))
+    said = [line for line in plan.lines if "older weights" in line]
+    assert len(said) == bool(older) and all(older in line and "{}" not in line for line in said)
+
+
 def test_a_batch_that_is_no_multiple_of_the_mini_batch_is_rounded_up():
     """As verl's v1 trainers pad it."""
     assert optimizer_steps_per_version(composed("sync", 1, data={"train_batch_size": 20})) == 3

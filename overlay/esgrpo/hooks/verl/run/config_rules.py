@@ -212,6 +212,8 @@ def _losses(config, found: Plan, features: frozenset[str]):
     anchor, lines = _anchor(config, found.segment.pois.anchor)
     found.segment = dataclasses.replace(found.segment, pois=dataclasses.replace(found.segment.pois, anchor=anchor))
     yield from lines
+    if older := _lets_in_older_tokens(config):
+        yield f"loss_mode=pois: {UNCORRECTED.format(older)}"
     if anchor == "version" and legacy:
         lost = _cannot_go_back(config)
         if lost:
@@ -228,6 +230,18 @@ def _losses(config, found: Plan, features: frozenset[str]):
 VERSION_NEEDS = "pois.anchor=version needs log-probs under the last synced weights"
 UNCLIPPED = ("nothing clips how far the {} optimiser steps of a weight version go, and three trials of three with 4 "
              "lost their reward (bench/results/robustness_losses.json); watch esgrpo/pois/log_kl_rollout_current")
+UNCORRECTED = ("nothing corrects for tokens of older weights, which {} lets in; SmolLM2 learned less with it than with "
+               "verl's loss at a staleness of 2 (bench/results/train_h200_smollm2_losses_one_step.json; with four "
+               "optimiser steps a weight version train_h200_smollm2_losses_2e5.json): take sais or verl's own loss")
+
+
+def _lets_in_older_tokens(config) -> str:
+    """The setting by which rollout runs ahead of the weights; "" where it does not."""
+    bound = of_fully_async(config).get("staleness_threshold") or 0.0
+    if bound > 0:
+        return f"async_training.staleness_threshold={bound:g}"
+    mode = config.trainer.v1.trainer_mode if is_v1(config) else ""
+    return f"trainer.v1.trainer_mode={mode}" if "async" in mode else ""
 
 
 def _anchor(config, given: str) -> tuple[str, list[str]]:
