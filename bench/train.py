@@ -20,6 +20,8 @@ ESGRPO_BENCH_DEVICE=cuda-shared each run has one of the visible GPUs for its tra
 On two H100s and 32 cores six runs of SmolLM2 began after six to seven minutes, and so did twelve on two H200s.
 Of the testbed at its cap three took 62 GB of an H100 (--micro-batch 2), of four, with 73 to 81 GB, one ran out of it;
 with --micro-batch 1 five took 55 GB.
+Of SmolLM2 on one H200 eight with answers of 70 tokens took 134 GB; with four of 2,048 tokens among them one of eight
+ran out of memory at its start.
 
 --start-ahead runs them one after the other, each alone on its GPUs but for the start of the next one (--start-ahead 3:
 of the next three, where a start is longer than a measurement).
