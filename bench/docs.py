@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.common import console, gains, hook_tables, targets
+from bench.common import console, front, gains, hook_tables, targets
 from bench.common.gains import CHINESE, ENGLISH
 from esgrpo import cli, compat
 from esgrpo.config import Segment
@@ -162,8 +162,10 @@ def _in_both(page: str, name: str, make: Callable[[str], list[list[str]]]) -> di
 
 # (page, block) -> what fills it
 BLOCKS: dict[tuple[Path, str], Callable[[], str]] = {
-    **_in_both("README{}.md", "gains-table", gains.table),
-    **_in_both("README{}.md", "modules-table", gains.module_table),
+    **_in_both("README{}.md", "comparisons-table", front.table),
+    **_in_both("README{}.md", "modules-table", front.modules),
+    **_in_both("docs/results{}.md", "gains-table", gains.table),
+    **_in_both("docs/results{}.md", "brought-table", gains.module_table),
     **{(ROOT / f"README{end}.md", "examples"): lambda language=language: examples(language)
        for language, end in ((ENGLISH, ""), (CHINESE, "_zh"))},
     **_in_both("docs/results{}.md", "costs-table", gains.cost_table),

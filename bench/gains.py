@@ -1,4 +1,4 @@
-"""The front page's table of gains, computed from the records, or its figure.
+"""The table of comparisons, computed from the records, or the front page's figure.
 
 usage: python -m bench.gains [--figure docs/training.png]
 """

@@ -1,4 +1,4 @@
-"""What the front page says was gained, computed from the records: the tables of README.md.
+"""What was gained, computed from the records: the tables of docs/results.md, and the numbers of the front page's.
 
 The words are those of gains.toml; every number in them is read from bench/results when the page is made, so that a
 record that changes makes the page stale (python -m bench.docs --check). Training runs are pooled where hardware, model,
@@ -260,7 +260,7 @@ def _v1() -> dict[str, str]:
             for name, record in (("v1_effective", V1_CPU), ("v1_dapo_effective", V1_DAPO))}
 
 
-def _texts() -> dict:
+def texts() -> dict:
     return compat.toml(Path(__file__).with_suffix(".toml"))
 
 
@@ -287,11 +287,10 @@ def numbers() -> dict[str, str]:
         "search": spread(cpu[CPU[0]]), "chain": spread(cpu[CPU[1]]), "seeds": str(len(cpu[CPU[0]])),
         "barrier": span(_against("verl")), "barrier_runs": str(len(_against("verl"))), "april": spread(april),
         "april_runs": str(len(april)), "async": spread(_against("verl", ASYNC)),
-        "async_runs": str(len(_against("verl", ASYNC))),
-        "april_stale": _stale("april", CARRIED), "april_stale_ours": _stale("es-grpo", CARRIED),
-        "simulated": _range(math_), "code": _range(code), **_kept(), **_longer(), **_syncs(), **_verdicts(),
-        **_pretrained(), **_sums(), **_filters(), **_seven_b(), **_v1(),
-    }
+        "async_runs": str(len(_against("verl", ASYNC))), "april_stale": _stale("april", CARRIED),
+        "april_stale_ours": _stale("es-grpo", CARRIED), "simulated": _range(math_), "code": _range(code),
+        **_kept(), **_longer(), **_syncs(), **_verdicts(), **_pretrained(), **_sums(), **_filters(), **_seven_b(),
+        **_v1()}
 
 
 def _against_better(half: str, settings: dict[str, tuple[str, ...]]) -> list[float]:
@@ -365,33 +364,33 @@ def studies() -> dict[str, str]:
 
 def module_table(language: str) -> list[list[str]]:
     """One row a module."""
-    found, texts = {**numbers(), **module_numbers()}, _texts()
-    return [texts["module_head"][language],
-            *([cell.format(**found) for cell in row[language]] for row in texts["module"])]
+    found, said = {**numbers(), **module_numbers()}, texts()
+    return [said["module_head"][language],
+            *([cell.format(**found) for cell in row[language]] for row in said["module"])]
 
 
-def table(language: str, up: str = "") -> list[list[str]]:
-    """Rows of the table, the header first. `up`: how a page reaches the root of the repository."""
-    found, texts = numbers(), _texts()
-    rows = [texts["head"][language]]
-    for row in texts["gain"]:
-        links = " ".join(f"[{number}]({up}bench/results/{name})" for number, name in enumerate(row["records"], start=1))
+def table(language: str) -> list[list[str]]:
+    """Rows of the table, the header first; links are those of a page in docs/."""
+    found, said = numbers(), texts()
+    rows = [said["head"][language]]
+    for row in said["gain"]:
+        links = " ".join(f"[{number}](../bench/results/{name})" for number, name in enumerate(row["records"], start=1))
         rows.append([*(cell.format(**found) for cell in row[language]), links])
     return rows
 
 
-def cost_table(language: str, up: str = "../") -> list[list[str]]:
-    """What the overlay itself costs; median [95 % bootstrap]. `up` as in `table`."""
+def cost_table(language: str) -> list[list[str]]:
+    """What the overlay itself costs; median [95 % bootstrap]. Links as in `table`."""
     scheduler, startup = (records.read(f"{name}.json") for name in ("scheduler_cost", "startup"))
-    texts = _texts()
+    said = texts()
 
     def row(text: str, cost: str, against: str, name: str) -> list[str]:
-        return [texts["cost"][text][language].format(requests=f"{scheduler['requests']:,}"), cost, against,
-                f"[{name}.json]({up}bench/results/{name}.json)"]
+        return [said["cost"][text][language].format(requests=f"{scheduler['requests']:,}"), cost, against,
+                f"[{name}.json](../bench/results/{name}.json)"]
 
-    rows, arms = [texts["cost_head"][language]], scheduler["async"]["arms"]
+    rows, arms = [said["cost_head"][language]], scheduler["async"]["arms"]
     step = f"{arms['plain']['microseconds_per_step']['median']:,.0f} µs"
-    for name in (name for name in arms if name in texts["cost"]):
+    for name in (name for name in arms if name in said["cost"]):
         own, (share, low, high) = (arms[name]["own_microseconds_per_step"]["median"],
                                    (f"{arms[name]['own_over_upstream'][at]:.1%}" for at in ("median", "low", "high")))
         rows.append(row(name, f"{own:.0f} µs, {share} [{low}, {high}]", step, "scheduler_cost"))
