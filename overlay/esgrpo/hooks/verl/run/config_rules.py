@@ -230,9 +230,9 @@ def _losses(config, found: Plan, features: frozenset[str]):
 VERSION_NEEDS = "pois.anchor=version needs log-probs under the last synced weights"
 UNCLIPPED = ("nothing clips how far the {} optimiser steps of a weight version go, and three trials of three with 4 "
              "lost their reward (bench/results/robustness_losses.json); watch esgrpo/pois/log_kl_rollout_current")
-UNCORRECTED = ("nothing corrects for tokens of older weights, which {} lets in; SmolLM2 learned less with it than with "
-               "verl's loss at a staleness of 2 (bench/results/train_h200_smollm2_losses_one_step.json; with four "
-               "optimiser steps a weight version train_h200_smollm2_losses_2e5.json): take sais or verl's own loss")
+UNCORRECTED = ("nothing corrects for tokens of older weights, which {} lets in; at a staleness of 2 SmolLM2 learned "
+               "nothing with it in 45 steps, in which it learned with verl's loss and with sais (one run each, bench/"
+               "results/train_h200_smollm2_losses_one_step.json): take one of these")
 
 
 def _lets_in_older_tokens(config) -> str:
