@@ -73,7 +73,7 @@ _VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 _COMMON = [
     f"trainer.device={DEVICE}", "trainer.nnodes=1",
-    # without flash attention packed rows attend under a dense mask: exact, and an update of 4.5 s instead of 2.6 (testbed)
+    # without flash attention packed rows attend under a dense mask: exact, and an update takes 4.5 s, not 2.6 (testbed)
     "actor_rollout_ref.model.use_remove_padding=False",
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
