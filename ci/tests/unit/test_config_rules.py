@@ -113,6 +113,14 @@ def test_pois_is_warned_of_where_rollout_runs_ahead_of_the_weights(trainer, boun
     assert len(said) == bool(older) and all(older in line and "{}" not in line for line in said)
 
 
+@pytest.mark.parametrize("bypass", [True, False])
+def test_pois_under_importance_weights_of_verl_is_corrected_unless_they_are_left_out(bypass):
+    correction = {"rollout_is": "token", "bypass_mode": bypass}
+    plan = planned(composed("fully_async", 1, algorithm={"rollout_correction": correction},
+                            async_training={"staleness_threshold": 2.0}))
+    assert any("older weights" in line for line in plan.lines) is bypass
+
+
 def test_a_batch_that_is_no_multiple_of_the_mini_batch_is_rounded_up():
     """As verl's v1 trainers pad it."""
     assert optimizer_steps_per_version(composed("sync", 1, data={"train_batch_size": 20})) == 3

@@ -236,7 +236,11 @@ UNCORRECTED = ("nothing corrects for tokens of older weights, which {} lets in; 
 
 
 def _lets_in_older_tokens(config) -> str:
-    """The setting by which rollout runs ahead of the weights; "" where it does not."""
+    """The setting by which rollout runs ahead of the weights; "" where it does not, or verl's own importance weights
+    correct for it (`rollout_is`, which bypass_mode leaves out)."""
+    correction = config.algorithm.get("rollout_correction") or {}
+    if correction.get("rollout_is") not in (None, "null", "None") and not correction.get("bypass_mode", False):
+        return ""
     bound = of_fully_async(config).get("staleness_threshold") or 0.0
     if bound > 0:
         return f"async_training.staleness_threshold={bound:g}"
