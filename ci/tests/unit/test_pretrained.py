@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import hashlib
 import importlib.util
-import json
 import math
 import random
 import re
@@ -17,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from bench.pretrained import __main__ as make
-from bench.pretrained import families, lora, measure, record_history, reward, supervise, wheels, worked
+from bench.pretrained import families, lora, measure, reward, supervise, wheels, worked
 from bench.pretrained.families import FAMILIES, Family
-from esgrpo import config
-from esgrpo.algo.history import PromptHistory, prompt_key
 from esgrpo.errors import EsgrpoError
 
 FIVE_PARTS = re.compile(r"esgrpo: [^|\n]+ \| wanted [^|\n]+ \| [^|\n]+ \| [^|\n]+")
@@ -400,32 +396,3 @@ def test_a_supervised_stage_wants_the_published_model(tmp_path, capsys):
     (tmp_path / "esgrpo_origin.json").write_text('{"start": {"step": "1"}}')
     assert supervise.main(["--model", str(tmp_path), "--out", str(tmp_path / "d.safetensors")]) == 2
     assert "carries a start already" in capsys.readouterr().err
-
-
-def kept_samples(groups: list[dict]) -> dict:
-    """As `bench.pretrained.measure --keep` writes them; `samples` of a group are (tokens, reward)."""
-    return {"cap": 256, "groups": [
-        {"family": "chain_sum", "question": group["question"],
-         "samples": [{"ids": [1] * tokens, "reward": reward_} for tokens, reward_ in group["samples"]]}
-        for group in groups]}
-
-
-def test_a_history_of_kept_samples_knows_each_prompt_under_the_key_that_verl_asks_with():
-    easy, hard, unseen = (QUESTIONS["chain_sum"][0][0], QUESTIONS["chain_sum"][1][0], "2 + 2 =")
-    made = record_history.of_kept(kept_samples([{"question": easy, "samples": [(40, 1.0)] * 7 + [(60, 0.0)]},
-                                                {"question": hard, "samples": [(256, 0.0)] * 8}]))
-    read = PromptHistory.from_state(config.History(), json.loads(json.dumps(made.to_state())), budget=256)
-    key = {text: prompt_key([{"role": "user", "content": text}]) for text in (easy, hard, unseen)}
-    chances = {text: alpha / (alpha + beta) for text in key for alpha, beta in [read.posterior(key[text])]}
-    assert chances[easy] > chances[unseen] > chances[hard]
-    forecasts = {text: read.forecast(key[text]) for text in key}
-    assert forecasts[easy]["known"] and forecasts[hard]["known"] and not forecasts[unseen]["known"]
-    assert forecasts[easy]["tokens"] < forecasts[hard]["tokens"] <= 256
-
-
-def test_what_is_no_file_of_samples_leaves_no_history(tmp_path, capsys):
-    kept, out = tmp_path / "kept.json.gz", tmp_path / "history.json"
-    for content in (b"no gzip", gzip.compress(b'{"groups": [{}]}'), gzip.compress(b"[]")):
-        kept.write_bytes(content)
-        assert record_history.main([str(kept), "--out", str(out)]) == 1
-        assert capsys.readouterr().err.count("|") == 4 and not out.exists()
