@@ -29,6 +29,11 @@ def test_a_history_of_kept_samples_knows_each_prompt_under_the_key_that_verl_ask
     forecasts = {text: read.forecast(key[text]) for text in key}
     assert forecasts[easy]["known"] and forecasts[hard]["known"] and not forecasts[unseen]["known"]
     assert forecasts[easy]["tokens"] < forecasts[hard]["tokens"] <= 256
+    whole, cut = (PromptHistory(config.History(), budget=256) for _ in range(2))
+    for history, capped in ((whole, False), (cut, True)):  # a length that the budget ended is a lower bound
+        history.observe(key[easy], [40] * 7 + [60], [1.0] * 7 + [0.0], [False] * 8, 0)
+        history.observe(key[hard], [256] * 8, [0.0] * 8, [capped] * 8, 0)
+    assert made.lengths.to_state() == cut.lengths.to_state() != whole.lengths.to_state()
 
 
 def test_what_is_no_file_of_samples_leaves_no_history(tmp_path, capsys):
